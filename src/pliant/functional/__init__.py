@@ -1,0 +1,1 @@
+"""What the user calls: one file an operator, each a docstring, checks, views and one call."""

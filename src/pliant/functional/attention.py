@@ -1,0 +1,77 @@
+"""Multi-scale deformable attention (Deformable-DETR, BEVFormer, RT-DETR, Mask2Former)."""
+
+from torch import Tensor
+
+from ..sampling import checks, ops
+from ..sampling.maps import Metadata, Names, resolve
+from ..sampling.problem import Policy
+
+OP = "multi_scale_deformable_attn"
+NAMES = Names(OP, "value", "spatial_shapes", "level_start_index", "L")
+POLICY = Policy("unit", "bilinear", "zero")
+
+
+def multi_scale_deformable_attn(
+    value: Tensor,
+    spatial_shapes: Metadata,
+    level_start_index: Metadata | None,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Sum of the features that each query's sampling points see on every level, weighted by attention.
+
+    ``out[b, q, h] = sum over l, p of attention_weights[b, q, h, l, p] * bilinear(level l of value[b, :, h], point)``
+
+    Args:
+        value: features ``[B, S, H, D]`` of all levels, one after another along ``S``. Differentiable.
+        spatial_shapes: ``[L, 2]``, (height, width) of each level: an int32 or int64 tensor or Python ints.
+        level_start_index: ``[L]``, first row of each level in ``value``; None: the levels follow each other.
+        sampling_locations: ``[B, Q, H, L, P, 2]``, (x, y) in the unit square of the level; pixel centres are at
+            ``(i + 0.5) / size``. A point counts while it is less than a pixel outside; a corner outside the level
+            reads as zero. Differentiable.
+        attention_weights: ``[B, Q, H, L, P]``. Differentiable.
+        impl: None (the best for the device), "reference", "cpu" or "triton".
+
+    Returns:
+        ``[B, Q, H * D]`` in the dtype of ``value``.
+
+    Example:
+        >>> import torch, pliant
+        >>> value = torch.rand(1, 64 + 16, 8, 32)
+        >>> locations, weights = torch.rand(1, 10, 8, 2, 4, 2), torch.rand(1, 10, 8, 2, 4)
+        >>> pliant.multi_scale_deformable_attn(value, [(8, 8), (4, 4)], None, locations, weights).shape
+        torch.Size([1, 10, 256])
+    """
+    _check(
+        checks.signature(OP, "value", value),
+        checks.signature(OP, "sampling_locations", sampling_locations),
+        checks.signature(OP, "attention_weights", attention_weights),
+    )
+    chosen = checks.implementation(OP, impl)
+    shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
+    checks.count(OP, "spatial_shapes", "L", shapes.shape[0], "sampling_locations", sampling_locations.shape[3])
+    return ops.sample_sum(
+        value.unsqueeze(3),  # [B, S, H, 1, D]
+        shapes.unsqueeze(1),  # [L, 1, 2]
+        starts.unsqueeze(1),  # [L, 1]
+        sampling_locations,
+        attention_weights[..., None, None],  # [B, Q, H, L, P, 1, 1]
+        *POLICY,
+        chosen,
+    ).flatten(2)
+
+
+@checks.once
+def _check(value: checks.Signature, locations: checks.Signature, weights: checks.Signature) -> None:
+    sizes: dict[str, int] = {}
+    checks.shape(OP, "value", value.shape, "B S H D", sizes)
+    checks.shape(OP, "attention_weights", weights.shape, "B Q H L P", sizes)
+    checks.shape(OP, "sampling_locations", locations.shape, "B Q H L P 2", sizes)
+    checks.feature_dtype(OP, "value", value.dtype)
+    checks.feature_dtype(OP, "sampling_locations", locations.dtype)
+    checks.feature_dtype(OP, "attention_weights", weights.dtype)
+    checks.same_device(
+        OP, "value", value.device, {"sampling_locations": locations, "attention_weights": weights}
+    )

@@ -1,0 +1,341 @@
+"""The registered operators: which kernel runs, and how gradients flow.
+
+Three operators, `pliant::sample_sum`, `pliant::deform_columns` and `pliant::deform_conv`, each with a backward
+operator that is differentiable itself. A public function ends in one of them:
+
+    call -> autograd.Function (if a gradient may be asked for) -> registered operator -> kernel of that device
+
+A Function around the operator costs half of what `torch.library.register_autograd` does and works under
+`torch.func`. The operator's own Autograd key leads to the same Function, so a direct call of `torch.ops.pliant.*`,
+and a compiler that traces one, see the same gradients.
+"""
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import reference
+from .problem import Policy
+
+log = logging.getLogger("pliant")
+library = torch.library.Library("pliant", "DEF")
+
+# Which kernel runs
+
+_AUTOMATIC = {"cpu": "cpu", "cuda": "triton"}  # device type -> backend; on any other device the reference runs
+_records: list[list[tuple[str, str]]] = []
+
+
+def backend(name: str) -> Any:
+    """The module with a backend's kernels, imported on first use."""
+    return reference if name == "reference" else importlib.import_module(f"pliant.kernels.{name}")
+
+
+def choose(impl: str, value: Tensor, loc: Tensor, weight: Tensor | None) -> str:
+    """The backend for these operands. An explicit one that cannot run raises with every reason."""
+    name = impl or _AUTOMATIC.get(value.device.type, "reference")
+    if name == "reference":
+        return name
+    reasons = backend(name).supports(value, loc, weight)
+    if not reasons:
+        return name
+    if impl:
+        raise NotImplementedError(f"impl={impl!r} cannot run this: " + "; ".join(reasons))
+    log.debug("the reference runs instead of %s: %s", name, "; ".join(reasons))
+    return "reference"
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[tuple[str, str]]]:
+    """Collect (operator, backend) of every kernel that runs in this context."""
+    calls: list[tuple[str, str]] = []
+    _records.append(calls)
+    try:
+        yield calls
+    finally:
+        _records.remove(calls)
+
+
+# Registration
+
+
+class Operator:
+    """A registered operator and its gradient.
+
+    `schema` lists the arguments before the last, `impl`. Those at `differentiable` have gradients, and the first
+    three of them (features, positions, weights) decide which kernel can run. Those at `shared` are the same for every
+    item of the batch. `kernel_args` turns the arguments into those of the backends' functions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        *,
+        differentiable: tuple[int, ...],
+        shared: tuple[int, ...],
+        fake: Callable[..., Tensor],
+        kernel_args: Callable[..., tuple[Any, ...]],
+    ) -> None:
+        self.name, self.differentiable, self.shared = name, differentiable, shared
+        self.fake, self.kernel_args = fake, kernel_args
+        grads = ", ".join(["Tensor"] * len(differentiable))
+        library.define(f"{name}({schema}, str impl) -> Tensor")
+        library.define(f"{name}_backward(Tensor grad, {schema}, str impl, bool[] needs) -> ({grads})")
+        self.forward = getattr(torch.ops.pliant, name).default
+        self.backward = getattr(torch.ops.pliant, f"{name}_backward").default
+        self.function, self.backward_function = _functions(self)
+        for registered, kernel, fakes, function in (
+            (name, self._forward, fake, self.function),
+            (f"{name}_backward", self._backward, self._backward_fake, self.backward_function),
+        ):
+            library.impl(registered, kernel, "CompositeExplicitAutograd")
+            library.impl(registered, _autograd(registered, function), "Autograd")
+            torch.library.register_fake(f"pliant::{registered}", fakes, lib=library)
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Run the operator; the way of every public function."""
+        if torch.compiler.is_compiling() or not _transformed(args):
+            return self.forward(*args)
+        return self.function.apply(*args)  # type: ignore[no-any-return]
+
+    def _forward(self, *args: Any) -> Tensor:
+        name = self._choose(self.name, args)
+        out: Tensor = getattr(backend(name), self.name)(*self.kernel_args(*args[:-1]))
+        return _like(out, self.fake(*args)) if name == "reference" else out
+
+    def _backward(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *args, needs = args  # type: ignore[assignment]
+        operator = f"{self.name}_backward"
+        name = self._choose(operator, args)
+        grads = getattr(backend(name), operator)(grad, *self.kernel_args(*args[:-1]), needs)
+        inputs = [args[i] for i in self.differentiable]
+        if name == "reference":
+            grads = [g if g is None else _like(g, torch.empty_like(x)) for g, x in zip(grads, inputs, strict=True)]
+        return tuple(grad.new_empty(0) if g is None else g for g in grads)
+
+    def _backward_fake(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        inputs = [args[i] for i in self.differentiable]
+        return tuple(
+            torch.empty_like(x) if need and x is not None else grad.new_empty(0)
+            for x, need in zip(inputs, args[-1], strict=True)
+        )
+
+    def adjoint(self, grad: Tensor, *args: Any) -> Sequence[Tensor | None]:
+        """The backward operator in differentiable PyTorch, from which its own gradient is taken."""
+        *args, impl, needs = args  # type: ignore[assignment]
+        grads = getattr(reference, f"{self.name}_backward")(grad, *self.kernel_args(*args), needs)
+        return grads  # type: ignore[no-any-return]
+
+    def _choose(self, operator: str, args: Sequence[Any]) -> str:
+        value, loc, weight = (args[i] for i in self.differentiable[:3])
+        name = choose(args[-1], value, loc, weight)
+        for calls in _records:
+            calls.append((operator, name))
+        return name
+
+
+def _like(x: Tensor, model: Tensor) -> Tensor:
+    """`x` with the strides of `model`, which the fake has promised."""
+    return x if x.stride() == model.stride() else model.copy_(x)
+
+
+def _transformed(args: Sequence[Any]) -> bool:
+    """Whether a gradient, a tangent or a functional transform may be at work on these arguments."""
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _autograd(name: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    operator = getattr(torch.ops.pliant, name).default
+
+    def kernel(*args: Any) -> Any:
+        if _transformed(args):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args)
+
+    return kernel
+
+
+# Gradients
+
+
+def _functions(op: Operator) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+    """The operator and its backward as differentiable functions. Neither has a jvp: forward-mode AD raises."""
+
+    class Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.forward(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _save(ctx, inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            needs = [ctx.needs_input_grad[i] for i in op.differentiable]
+            args = (grad, *_saved(ctx), needs)
+            run = op.backward_function.apply if _transformed(args) else op.backward
+            result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+            for i, need, g in zip(op.differentiable, needs, run(*args), strict=True):
+                result[i] = g if need else None
+            return tuple(result)
+
+        @staticmethod
+        def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
+            fold = all(dims[i] is None for i in op.shared)
+            return _vmap(Forward, info.batch_size, dims, args, op.shared, fold)
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.backward(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _save(ctx, inputs)
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+            args = _saved(ctx)
+            result: list[Tensor | None] = [None] * len(args)
+            asked = [c for c, need in zip(cotangents, args[-1], strict=True) if need and c is not None]
+            if not asked:
+                return tuple(result)
+            places = [0, *(i + 1 for i in op.differentiable if args[i + 1] is not None)]
+
+            def adjoint(*tensors: Tensor) -> tuple[Tensor, ...]:
+                full = list(args)
+                for i, x in zip(places, tensors, strict=True):
+                    full[i] = x
+                grads = zip(op.adjoint(*full), cotangents, strict=True)
+                return tuple(g for g, c in grads if g is not None and c is not None)
+
+            _, vjp = torch.func.vjp(adjoint, *(args[i] for i in places))
+            for i, g in zip(places, vjp(tuple(asked)), strict=True):
+                result[i] = g
+            return tuple(result)
+
+        @staticmethod
+        def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
+            # A shared argument's gradient is a sum over the batch, which a joined batch would mix up.
+            mixed = any(need for i, need in zip(op.differentiable, args[-1], strict=True) if i in op.shared)
+            fold = not mixed and all(dims[i + 1] is None for i in op.shared)
+            return _vmap(Backward, info.batch_size, dims, args, tuple(i + 1 for i in op.shared), fold)
+
+    return Forward, Backward
+
+
+def _save(ctx: Any, args: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
+    ctx.others = [None if isinstance(a, Tensor) else (a,) for a in args]
+
+
+def _saved(ctx: Any) -> list[Any]:
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if other is None else other[0] for other in ctx.others]
+
+
+def _vmap(
+    function: type[torch.autograd.Function],
+    size: int,
+    dims: Sequence[int | None],
+    args: Sequence[Any],
+    shared: tuple[int, ...],
+    fold: bool,
+) -> Any:
+    """The mapped axis joins the batch where it can; otherwise one call an item. Returns (results, their axes)."""
+    dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, dims, strict=True)]
+    pairs = list(enumerate(zip(args, dims, strict=True)))
+    if fold:
+        out = function.apply(*(a if i in shared else _join(a, d, size) for i, (a, d) in pairs))
+        split = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in _several(out)]
+    else:
+        items = [
+            _several(function.apply(*(a if d is None else a.select(d, item) for _, (a, d) in pairs)))
+            for item in range(size)
+        ]
+        split = [torch.stack(same) for same in zip(*items, strict=True)]
+    return (split[0], 0) if function.__name__ == "Forward" else (tuple(split), (0,) * len(split))
+
+
+def _several(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else out
+
+
+def _join(x: Any, dim: int | None, size: int) -> Any:
+    """[N, ...] mapped at `dim` (or not at all) as [size * N, ...]."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.reshape(size * x.shape[1], *x.shape[2:])
+
+
+# The three operators
+
+
+def _sample_sum_fake(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, *rest: Any) -> Tensor:
+    n, _, g, k, d = value.shape
+    return value.new_empty(n, loc.shape[1], g, k, d)
+
+
+def _deform_columns_fake(input: Tensor, offset: Tensor, mask: Any, kernel: Sequence[int], *rest: Any) -> Tensor:
+    (kh, kw), (ho, wo) = kernel, offset.shape[2:]
+    return input.new_empty(input.shape[0], input.shape[1], ho * kh, wo * kw)
+
+
+def _deform_conv_fake(input: Tensor, offset: Tensor, mask: Any, weight: Tensor, *rest: Any) -> Tensor:
+    last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
+    form = torch.channels_last if last else torch.contiguous_format
+    size = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
+    return torch.empty(size, dtype=input.dtype, device=input.device, memory_format=form)
+
+
+def _with_policy(
+    value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, *policy: str
+) -> tuple[Any, ...]:
+    return value, shapes, starts, loc, weight, Policy(*policy)
+
+
+def _as_they_are(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+sample_sum = Operator(
+    "sample_sum",
+    "Tensor value, Tensor shapes, Tensor starts, Tensor loc, Tensor weight, "
+    "str position, str interpolation, str outside",
+    differentiable=(0, 3, 4),
+    shared=(1, 2),
+    fake=_sample_sum_fake,
+    kernel_args=_with_policy,
+)
+deform_columns = Operator(
+    "deform_columns",
+    "Tensor input, Tensor offset, Tensor? mask, SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation",
+    differentiable=(0, 1, 2),
+    shared=(),
+    fake=_deform_columns_fake,
+    kernel_args=_as_they_are,
+)
+deform_conv = Operator(
+    "deform_conv",
+    "Tensor input, Tensor offset, Tensor? mask, Tensor weight, Tensor? bias, "
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation",
+    differentiable=(0, 1, 2, 3, 4),
+    shared=(3, 4),
+    fake=_deform_conv_fake,
+    kernel_args=_as_they_are,
+)
