@@ -20,17 +20,21 @@ def deformable_aggregation(
     *,
     impl: str | None = None,
 ) -> Tensor:
-    """Sum of the features that each anchor's key points see in every camera and scale, weighted by channel group.
+    """Sum of the features that each anchor's key points see in every camera and scale, weighted by
+    channel group.
 
-    ``out[b, a, c] = sum over p, cam, scale of weight[b, a, p, cam, scale, c // (C / G)] * bilinear(map, point)[c]``
+    ``out[b, a, c] = sum over p, cam, scale of weight[b, a, p, cam, scale, c // (C / G)] *
+    bilinear(map, point)[c]``
 
     Args:
-        feature_maps: features ``[B, F, C]`` of all cameras and scales, one map after another along ``F``.
-            Differentiable.
-        spatial_shape: ``[cam, scale, 2]``, (height, width) of each map: an int32 or int64 tensor or Python ints.
-        scale_start_index: ``[cam, scale]``, first row of each map; None: the maps follow each other.
-        sample_locations: ``[B, A, P, cam, 2]``, (x, y) in the unit square of the camera. A point counts for a camera
-            iff ``0 < x < 1`` and ``0 < y < 1``. Differentiable.
+        feature_maps: features ``[B, F, C]`` of all cameras and scales, one map after another along
+            ``F``. Differentiable.
+        spatial_shape: ``[cam, scale, 2]``, (height, width) of each map: an int32 or int64 tensor
+            or Python ints.
+        scale_start_index: ``[cam, scale]``, first row of each map; None: the maps follow each
+            other.
+        sample_locations: ``[B, A, P, cam, 2]``, (x, y) in the unit square of the camera. A point
+            counts for a camera iff ``0 < x < 1`` and ``0 < y < 1``. Differentiable.
         weight: ``[B, A, P, cam, scale, G]``, where ``G`` divides ``C``. Differentiable.
         impl: None (the best for the device), "reference", "cpu" or "triton".
 
@@ -51,11 +55,15 @@ def deformable_aggregation(
     )
     chosen = checks.implementation(OP, impl)
     shapes, starts = resolve(NAMES, feature_maps, spatial_shape, scale_start_index)
-    checks.count(OP, "spatial_shape", "cam", shapes.shape[0], "sample_locations", sample_locations.shape[3])
+    checks.count(
+        OP, "spatial_shape", "cam", shapes.shape[0], "sample_locations", sample_locations.shape[3]
+    )
     checks.count(OP, "spatial_shape", "scale", shapes.shape[1], "weight", weight.shape[4])
     groups = weight.shape[5]
     return ops.sample_sum(
-        feature_maps.unflatten(2, (1, groups, feature_maps.shape[2] // groups)),  # [B, F, 1, G, C/G]
+        feature_maps.unflatten(
+            2, (1, groups, feature_maps.shape[2] // groups)
+        ),  # [B, F, 1, G, C/G]
         shapes,
         starts,
         sample_locations.transpose(2, 3).unsqueeze(2),  # [B, A, 1, cam, P, 2]
@@ -66,13 +74,19 @@ def deformable_aggregation(
 
 
 @checks.once
-def _check(features: checks.Signature, locations: checks.Signature, weight: checks.Signature) -> None:
+def _check(
+    features: checks.Signature, locations: checks.Signature, weight: checks.Signature
+) -> None:
     sizes: dict[str, int] = {}
     checks.shape(OP, "feature_maps", features.shape, "B F C", sizes)
     checks.shape(OP, "weight", weight.shape, "B A P cam scale G", sizes)
     checks.shape(OP, "sample_locations", locations.shape, "B A P cam 2", sizes)
-    checks.divides(OP, "the channels C of feature_maps", sizes["C"], "the groups G of weight", sizes["G"])
+    checks.divides(
+        OP, "the channels C of feature_maps", sizes["C"], "the groups G of weight", sizes["G"]
+    )
     checks.feature_dtype(OP, "feature_maps", features.dtype)
     checks.feature_dtype(OP, "sample_locations", locations.dtype)
     checks.feature_dtype(OP, "weight", weight.dtype)
-    checks.same_device(OP, "feature_maps", features.device, {"sample_locations": locations, "weight": weight})
+    checks.same_device(
+        OP, "feature_maps", features.device, {"sample_locations": locations, "weight": weight}
+    )

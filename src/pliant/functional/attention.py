@@ -20,17 +20,22 @@ def multi_scale_deformable_attn(
     *,
     impl: str | None = None,
 ) -> Tensor:
-    """Sum of the features that each query's sampling points see on every level, weighted by attention.
+    """Sum of the features that each query's sampling points see on every level, weighted by
+    attention.
 
-    ``out[b, q, h] = sum over l, p of attention_weights[b, q, h, l, p] * bilinear(level l of value[b, :, h], point)``
+    ``out[b, q, h] = sum over l, p of attention_weights[b, q, h, l, p] * bilinear(level l of
+    value[b, :, h], point)``
 
     Args:
-        value: features ``[B, S, H, D]`` of all levels, one after another along ``S``. Differentiable.
-        spatial_shapes: ``[L, 2]``, (height, width) of each level: an int32 or int64 tensor or Python ints.
-        level_start_index: ``[L]``, first row of each level in ``value``; None: the levels follow each other.
-        sampling_locations: ``[B, Q, H, L, P, 2]``, (x, y) in the unit square of the level; pixel centres are at
-            ``(i + 0.5) / size``. A point counts while it is less than a pixel outside; a corner outside the level
-            reads as zero. Differentiable.
+        value: features ``[B, S, H, D]`` of all levels, one after another along ``S``.
+            Differentiable.
+        spatial_shapes: ``[L, 2]``, (height, width) of each level: an int32 or int64 tensor or
+            Python ints.
+        level_start_index: ``[L]``, first row of each level in ``value``; None: the levels follow
+            each other.
+        sampling_locations: ``[B, Q, H, L, P, 2]``, (x, y) in the unit square of the level; pixel
+            centres are at ``(i + 0.5) / size``. A point counts while it is less than a pixel
+            outside; a corner outside the level reads as zero. Differentiable.
         attention_weights: ``[B, Q, H, L, P]``. Differentiable.
         impl: None (the best for the device), "reference", "cpu" or "triton".
 
@@ -41,7 +46,8 @@ def multi_scale_deformable_attn(
         >>> import torch, pliant
         >>> value = torch.rand(1, 64 + 16, 8, 32)
         >>> locations, weights = torch.rand(1, 10, 8, 2, 4, 2), torch.rand(1, 10, 8, 2, 4)
-        >>> pliant.multi_scale_deformable_attn(value, [(8, 8), (4, 4)], None, locations, weights).shape
+        >>> sizes = [(8, 8), (4, 4)]
+        >>> pliant.multi_scale_deformable_attn(value, sizes, None, locations, weights).shape
         torch.Size([1, 10, 256])
     """
     _check(
@@ -51,7 +57,14 @@ def multi_scale_deformable_attn(
     )
     chosen = checks.implementation(OP, impl)
     shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
-    checks.count(OP, "spatial_shapes", "L", shapes.shape[0], "sampling_locations", sampling_locations.shape[3])
+    checks.count(
+        OP,
+        "spatial_shapes",
+        "L",
+        shapes.shape[0],
+        "sampling_locations",
+        sampling_locations.shape[3],
+    )
     return ops.sample_sum(
         value.unsqueeze(3),  # [B, S, H, 1, D]
         shapes.unsqueeze(1),  # [L, 1, 2]

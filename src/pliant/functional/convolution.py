@@ -20,14 +20,17 @@ def deform_conv2d(
     *,
     impl: str | None = None,
 ) -> Tensor:
-    """Convolution whose every tap is moved by an offset and, with a mask, weighted (DCN v2; without one, v1).
+    """Convolution whose every tap is moved by an offset and, with a mask, weighted (DCN v2;
+    without one, v1).
 
-    ``out = conv2d(columns, weight, bias, stride=(kh, kw))`` with the ``columns`` of :func:`deform_columns`, which are
-    never stored as a whole. Under autocast it runs in the autocast dtype, as ``conv2d`` does; offsets keep theirs.
+    ``out = conv2d(columns, weight, bias, stride=(kh, kw))`` with the ``columns`` of
+    :func:`deform_columns`, which are never stored as a whole. Under autocast it runs in the
+    autocast dtype, as ``conv2d`` does; offsets keep theirs.
 
     Args:
         input: ``[N, C, H, W]``, contiguous or channels-last. Differentiable.
-        offset: ``[N, 2 * dg * kh * kw, Ho, Wo]``, for each deformable group and tap (y, x) in pixels. Differentiable.
+        offset: ``[N, 2 * dg * kh * kw, Ho, Wo]``, for each deformable group and tap (y, x) in
+            pixels. Differentiable.
         weight: ``[Co, C / groups, kh, kw]``; the groups follow from the shapes. Differentiable.
         bias: ``[Co]`` or None. Differentiable.
         stride, padding, dilation: an int or (height, width).
@@ -77,18 +80,20 @@ def deform_columns(
     *,
     impl: str | None = None,
 ) -> Tensor:
-    """The features that a deformable convolution sees, resampled: its input to an ordinary strided convolution.
+    """The features that a deformable convolution sees, resampled: its input to an ordinary strided
+    convolution.
 
     ``columns[n, c, oy*kh + ky, ox*kw + kx] = mask * bilinear(input[n, c], y, x)`` where
-    ``y = oy * stride - padding + ky * dilation + offset``, x likewise. A position counts while it is less than a pixel
-    outside; a corner outside the image reads as zero.
+    ``y = oy * stride - padding + ky * dilation + offset``, x likewise. A position counts while it
+    is less than a pixel outside; a corner outside the image reads as zero.
 
     Args:
         input: ``[N, C, H, W]``. Differentiable.
-        offset: ``[N, 2 * dg * kh * kw, Ho, Wo]``, for each deformable group and tap (y, x) in pixels. Its ``Ho`` and
-            ``Wo`` decide the output's size. Differentiable.
+        offset: ``[N, 2 * dg * kh * kw, Ho, Wo]``, for each deformable group and tap (y, x) in
+            pixels. Its ``Ho`` and ``Wo`` decide the output's size. Differentiable.
         kernel_size: an int or (height, width).
-        stride, padding, dilation: an int or (height, width); the padding is that at the top and at the left.
+        stride, padding, dilation: an int or (height, width); the padding is that at the top and at
+            the left.
         mask: ``[N, dg * kh * kw, Ho, Wo]`` or None. Differentiable.
         impl: None (the best for the device), "reference", "cpu" or "triton".
 
@@ -97,7 +102,8 @@ def deform_columns(
 
     Example:
         >>> import torch, pliant
-        >>> pliant.deform_columns(torch.rand(2, 16, 8, 8), torch.rand(2, 18, 8, 8), 3, padding=1).shape
+        >>> x, offset = torch.rand(2, 16, 8, 8), torch.rand(2, 18, 8, 8)
+        >>> pliant.deform_columns(x, offset, 3, padding=1).shape
         torch.Size([2, 16, 24, 24])
     """
     op = "deform_columns"
@@ -132,15 +138,20 @@ def _check_columns(
     offsets = sizes["2*dg*kh*kw"]
     if offsets == 0 or offsets % (2 * points):
         raise ValueError(
-            f"{op}: offset must have a multiple of 2 * kh * kw = {2 * points} channels, got {offsets}"
+            f"{op}: offset must have a multiple of 2 * kh * kw = {2 * points} channels, "
+            f"got {offsets}"
         )
     groups = offsets // (2 * points)
-    checks.divides(op, "the channels C of input", sizes["C"], "the deformable groups dg of offset", groups)
+    checks.divides(
+        op, "the channels C of input", sizes["C"], "the deformable groups dg of offset", groups
+    )
     checks.feature_dtype(op, "input", input.dtype)
     checks.feature_dtype(op, "offset", offset.dtype)
     checks.same_device(op, "input", input.device, {"offset": offset})
     if mask is not None:
-        checks.shape(op, "mask", mask.shape, "N dg*kh*kw Ho Wo", {**sizes, "dg*kh*kw": groups * points})
+        checks.shape(
+            op, "mask", mask.shape, "N dg*kh*kw Ho Wo", {**sizes, "dg*kh*kw": groups * points}
+        )
         checks.feature_dtype(op, "mask", mask.dtype)
         checks.same_device(op, "input", input.device, {"mask": mask})
 
@@ -160,11 +171,25 @@ def _check_conv(
     checks.shape(op, "input", input.shape, "N C H W", sizes)
     checks.shape(op, "weight", weight.shape, "Co C/groups kh kw", sizes)
     if sizes["kh"] < 1 or sizes["kw"] < 1:
-        raise ValueError(f"{op}: weight must have a kernel of at least 1x1, got {sizes['kh']}x{sizes['kw']}")
+        raise ValueError(
+            f"{op}: weight must have a kernel of at least 1x1, got {sizes['kh']}x{sizes['kw']}"
+        )
     if sizes["C"] or sizes["C/groups"]:
-        checks.divides(op, "the channels C of input", sizes["C"], "the channels C/groups of weight", sizes["C/groups"])
+        checks.divides(
+            op,
+            "the channels C of input",
+            sizes["C"],
+            "the channels C/groups of weight",
+            sizes["C/groups"],
+        )
         groups = sizes["C"] // sizes["C/groups"]
-        checks.divides(op, "the output channels Co of weight", sizes["Co"], "the groups C / (C/groups)", max(groups, 1))
+        checks.divides(
+            op,
+            "the output channels Co of weight",
+            sizes["Co"],
+            "the groups C / (C/groups)",
+            max(groups, 1),
+        )
     _check_columns(op, input, offset, mask, (sizes["kh"], sizes["kw"]))
     expected = tuple(
         (size + 2 * pad - gap * (taps - 1) - 1) // step + 1
@@ -174,7 +199,8 @@ def _check_conv(
     )
     if tuple(offset.shape[2:]) != expected:
         raise ValueError(
-            f"{op}: offset must have the output's size [Ho, Wo] = {list(expected)}, got {list(offset.shape[2:])}"
+            f"{op}: offset must have the output's size [Ho, Wo] = {list(expected)}, "
+            f"got {list(offset.shape[2:])}"
         )
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     if bias is not None:
@@ -183,5 +209,7 @@ def _check_conv(
         checks.feature_dtype(op, name, other.dtype)
         if other.dtype != input.dtype and not autocast:
             names = [str(d).removeprefix("torch.") for d in (input.dtype, other.dtype)]
-            raise TypeError(f"{op}: {name} must have the dtype of input, {names[0]}, got {names[1]}")
+            raise TypeError(
+                f"{op}: {name} must have the dtype of input, {names[0]}, got {names[1]}"
+            )
     checks.same_device(op, "input", input.device, others)

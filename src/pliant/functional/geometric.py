@@ -20,16 +20,21 @@ def geometric_kernel_attention(
     *,
     impl: str | None = None,
 ) -> Tensor:
-    """Sum of the pixels that each query's sampling points fall on, weighted by attention. No interpolation.
+    """Sum of the pixels that each query's sampling points fall on, weighted by attention. No
+    interpolation.
 
-    ``out[b, q, h] = sum over l, p of attention_weights[b, q, h, l, p] * (pixel of level l of value[b, :, h])``
+    ``out[b, q, h] = sum over l, p of attention_weights[b, q, h, l, p] * (pixel of level l of
+    value[b, :, h])``
 
     Args:
-        value: features ``[B, S, H, D]`` of all levels, one after another along ``S``. Differentiable.
-        spatial_shapes: ``[L, 2]``, (height, width) of each level: an int32 or int64 tensor or Python ints.
-        level_start_index: ``[L]``, first row of each level in ``value``; None: the levels follow each other.
-        sampling_locations: ``[B, Q, H, L, P, 2]``, (x, y) in pixels, integers or floats: truncated, then clamped to
-            the border. NaN does not count. No gradient.
+        value: features ``[B, S, H, D]`` of all levels, one after another along ``S``.
+            Differentiable.
+        spatial_shapes: ``[L, 2]``, (height, width) of each level: an int32 or int64 tensor or
+            Python ints.
+        level_start_index: ``[L]``, first row of each level in ``value``; None: the levels follow
+            each other.
+        sampling_locations: ``[B, Q, H, L, P, 2]``, (x, y) in pixels, integers or floats:
+            truncated, then clamped to the border. NaN does not count. No gradient.
         attention_weights: ``[B, Q, H, L, P]``. Differentiable.
         impl: None (the best for the device), "reference", "cpu" or "triton".
 
@@ -39,7 +44,8 @@ def geometric_kernel_attention(
     Example:
         >>> import torch, pliant
         >>> value = torch.rand(1, 64, 8, 32)
-        >>> locations, weights = torch.randint(0, 8, (1, 10, 8, 1, 4, 2)), torch.rand(1, 10, 8, 1, 4)
+        >>> locations = torch.randint(0, 8, (1, 10, 8, 1, 4, 2))
+        >>> weights = torch.rand(1, 10, 8, 1, 4)
         >>> pliant.geometric_kernel_attention(value, [(8, 8)], None, locations, weights).shape
         torch.Size([1, 10, 256])
     """
@@ -50,7 +56,14 @@ def geometric_kernel_attention(
     )
     chosen = checks.implementation(OP, impl)
     shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
-    checks.count(OP, "spatial_shapes", "L", shapes.shape[0], "sampling_locations", sampling_locations.shape[3])
+    checks.count(
+        OP,
+        "spatial_shapes",
+        "L",
+        shapes.shape[0],
+        "sampling_locations",
+        sampling_locations.shape[3],
+    )
     return ops.sample_sum(
         value.unsqueeze(3),  # [B, S, H, 1, D]
         shapes.unsqueeze(1),  # [L, 1, 2]

@@ -1,7 +1,9 @@
-"""Checks of what a caller passes. Each error names the operator, the argument, what was expected and what came.
+"""Checks of what a caller passes. Each error names the operator, the argument, what was expected
+and what came.
 
-Checks look at shapes, dtypes and devices only, never at the content of a tensor that may lie on a device, so they
-never synchronise. They are pure functions of those signatures: `once` remembers the ones that passed.
+Checks look at shapes, dtypes and devices only, never at the content of a tensor that may lie on a
+device, so they never synchronise. They are pure functions of those signatures: `once` remembers
+the ones that passed.
 """
 
 import functools
@@ -22,7 +24,7 @@ class Signature(NamedTuple):
 
 
 def tracing() -> bool:
-    """Whether a tracer is at work: its sizes may be symbolic and its tensors fake, so nothing may be remembered."""
+    """Whether a tracer is at work, whose symbolic sizes and fake tensors must not be remembered."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -44,27 +46,38 @@ def signature(op: str, name: str, x: Any) -> Signature:
 
 
 def shape(op: str, name: str, got: Sequence[int], axes: str, sizes: dict[str, int]) -> None:
-    """Match `got` with `axes` such as "B Q H L P 2": a number must be met, a known axis too, a new one is noted."""
+    """Match `got` with `axes`, say "B Q 2": numbers and known sizes must be met, new ones noted."""
     letters = axes.split()
     expected = [int(a) if a.isdigit() else sizes.get(a) for a in letters]
-    if len(got) != len(letters) or any(e is not None and e != s for e, s in zip(expected, got, strict=True)):
-        known = ", ".join(a if e is None else str(e) for a, e in zip(letters, expected, strict=True))
+    if len(got) != len(letters) or any(
+        e is not None and e != s for e, s in zip(expected, got, strict=True)
+    ):
+        known = ", ".join(
+            a if e is None else str(e) for a, e in zip(letters, expected, strict=True)
+        )
         named = f"[{', '.join(letters)}]"
-        numbers = "" if all(e is None for e in expected) or f"[{known}]" == named else f" = [{known}]"
+        numbers = (
+            "" if all(e is None for e in expected) or f"[{known}]" == named else f" = [{known}]"
+        )
         raise ValueError(f"{op}: {name} must have shape {named}{numbers}, got {list(got)}")
     sizes.update((a, s) for a, s in zip(letters, got, strict=True) if not a.isdigit())
 
 
-def feature_dtype(op: str, name: str, dtype: torch.dtype, allow: tuple[torch.dtype, ...] = FEATURE_DTYPES) -> None:
+def feature_dtype(
+    op: str, name: str, dtype: torch.dtype, allow: tuple[torch.dtype, ...] = FEATURE_DTYPES
+) -> None:
     if dtype not in allow:
         names = ", ".join(str(d).removeprefix("torch.") for d in allow)
-        raise TypeError(f"{op}: {name} must have one of the dtypes {names}, got {str(dtype).removeprefix('torch.')}")
+        got = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must have one of the dtypes {names}, got {got}")
 
 
 def same_device(op: str, first: str, device: torch.device, others: dict[str, Signature]) -> None:
     for name, other in others.items():
         if other.device != device:
-            raise ValueError(f"{op}: {name} must be on the device of {first}, {device}, got {other.device}")
+            raise ValueError(
+                f"{op}: {name} must be on the device of {first}, {device}, got {other.device}"
+            )
 
 
 def divides(op: str, name: str, size: int, by_name: str, by: int) -> None:
@@ -74,8 +87,16 @@ def divides(op: str, name: str, size: int, by_name: str, by: int) -> None:
 
 def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
     """An int or a pair of ints (height, width), each at least `least`."""
-    both = (x, x) if isinstance(x, (int, torch.SymInt)) else tuple(x) if isinstance(x, (tuple, list)) else ()
-    if len(both) != 2 or any(isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)) for v in both):
+    both = (
+        (x, x)
+        if isinstance(x, (int, torch.SymInt))
+        else tuple(x)
+        if isinstance(x, (tuple, list))
+        else ()
+    )
+    if len(both) != 2 or any(
+        isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)) for v in both
+    ):
         raise TypeError(f"{op}: {name} must be an int or two ints (height, width), got {x!r}")
     if any(v < least for v in both):
         raise ValueError(f"{op}: {name} must be at least {least}, got {x!r}")

@@ -1,8 +1,10 @@
-"""Where the feature maps lie: (height, width) and first row of each, as tensors on the features' device.
+"""Where the feature maps lie: (height, width) and first row of each, as tensors on the features'
+device.
 
-Metadata on the host (Python ints, CPU tensors) are checked by value and their device copies remembered, so that a
-training step neither copies nor synchronises. Metadata on a device are taken as they are: reading them would
-synchronise, and the kernels treat rows outside the features as outside. PLIANT_CHECK=1 reads and checks them too.
+Metadata on the host (Python ints, CPU tensors) are checked by value and their device copies
+remembered, so that a training step neither copies nor synchronises. Metadata on a device are taken
+as they are: reading them would synchronise, and the kernels treat rows outside the features as
+outside. PLIANT_CHECK=1 reads and checks them too.
 """
 
 import functools
@@ -30,8 +32,10 @@ class Names(NamedTuple):
 Metadata = Tensor | Sequence[Any]
 
 
-def resolve(names: Names, value: Tensor, shapes: Metadata, starts: Metadata | None) -> tuple[Tensor, Tensor]:
-    """`shapes` [axes..., 2] and `starts` [axes...] (None: one after another), checked, on value's device."""
+def resolve(
+    names: Names, value: Tensor, shapes: Metadata, starts: Metadata | None
+) -> tuple[Tensor, Tensor]:
+    """`shapes` [axes..., 2] and `starts` [axes...], checked, on value's device."""
     rank = len(names.axes.split())
     sizes: dict[str, int] = {}
     shapes_host, shapes_size = _host(names.op, names.shapes, shapes, rank + 1)
@@ -42,7 +46,14 @@ def resolve(names: Names, value: Tensor, shapes: Metadata, starts: Metadata | No
         checks.shape(names.op, names.starts, starts_size, names.axes, sizes)
 
     if shapes_host is not None and (starts is None or starts_host is not None):
-        arguments = (names, shapes_host, starts_host, tuple(shapes_size), value.shape[1], value.device)
+        arguments = (
+            names,
+            shapes_host,
+            starts_host,
+            tuple(shapes_size),
+            value.shape[1],
+            value.device,
+        )
         if checks.tracing() or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
             return _from_host(*arguments)
         stream = torch._C._cuda_getCurrentRawStream(value.device.index) if value.is_cuda else 0
@@ -55,11 +66,15 @@ def resolve(names: Names, value: Tensor, shapes: Metadata, starts: Metadata | No
     return shapes, torch.as_tensor(starts, device=value.device)
 
 
-def _host(op: str, name: str, x: Metadata, rank: int) -> tuple[tuple[int, ...] | None, Sequence[int]]:
-    """The integers of `x`, flat, if they can be read without waiting for a device (else None), and its shape."""
+def _host(
+    op: str, name: str, x: Metadata, rank: int
+) -> tuple[tuple[int, ...] | None, Sequence[int]]:
+    """The integers of `x`, flat (None if reading them would wait for a device), and its shape."""
     if isinstance(x, Tensor):
         if x.dtype not in INDEX_DTYPES:
-            raise TypeError(f"{op}: {name} must be int32 or int64, got {str(x.dtype).removeprefix('torch.')}")
+            raise TypeError(
+                f"{op}: {name} must be int32 or int64, got {str(x.dtype).removeprefix('torch.')}"
+            )
         readable = x.device.type == "cpu" or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
         if checks.tracing() or not readable:
             return None, x.shape
@@ -73,7 +88,9 @@ def _host(op: str, name: str, x: Metadata, rank: int) -> tuple[tuple[int, ...] |
             raise ValueError(f"{op}: {name} must have rows of one length, got {x!r}")
         flat = [v for row in flat for v in row]
     if not size or any(isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)) for v in flat):
-        raise TypeError(f"{op}: {name} must hold integers (an int32 or int64 tensor, or Python ints), got {x!r}")
+        raise TypeError(
+            f"{op}: {name} must hold integers (an int32 or int64 tensor, or Python ints), got {x!r}"
+        )
     return tuple(flat), size
 
 
@@ -93,7 +110,7 @@ def _from_host(
         _check_values(names, shapes, starts, size, stored)
     if torch.compiler.is_compiling() or device.type == "cpu":
         flat = torch.tensor([*shapes, *starts], dtype=torch.int64, device=device)
-    else:  # filled on the device, scalar by scalar: no copy from the host, so no wait, and a graph may capture it
+    else:  # filled on the device, scalar by scalar: nothing to wait for, and a graph may capture it
         fills = [torch.full((1,), v, dtype=torch.int64, device=device) for v in (*shapes, *starts)]
         flat = torch.cat(fills) if fills else torch.empty(0, dtype=torch.int64, device=device)
     return flat[: len(shapes)].view(size), flat[len(shapes) :].view(size[:-1])
@@ -114,17 +131,23 @@ def _remembered(
 
 
 def _check_values(
-    names: Names, shapes: tuple[int, ...], starts: tuple[int, ...], size: tuple[int, ...], stored: int
+    names: Names,
+    shapes: tuple[int, ...],
+    starts: tuple[int, ...],
+    size: tuple[int, ...],
+    stored: int,
 ) -> None:
     for i, start in enumerate(starts):
         h, w = shapes[2 * i], shapes[2 * i + 1]
         at = "".join(f"[{j}]" for j in (divmod(i, size[1]) if len(size) == 3 else (i,)))
         if h < 0 or w < 0:
-            raise ValueError(f"{names.op}: {names.shapes}{at} must be a size (height, width) >= 0, got ({h}, {w})")
+            raise ValueError(
+                f"{names.op}: {names.shapes}{at} must be (height, width) >= 0, got ({h}, {w})"
+            )
         if start < 0:
             raise ValueError(f"{names.op}: {names.starts}{at} must be >= 0, got {start}")
         if start + h * w > stored:
             raise ValueError(
-                f"{names.op}: map {at} of size ({h}, {w}) that starts at row {start} must end within the "
-                f"{stored} rows of {names.value}, got end {start + h * w}"
+                f"{names.op}: the map of {names.shapes}{at} = ({h}, {w}) that starts at row {start} "
+                f"must end within the {stored} rows of {names.value}, got {start + h * w}"
             )

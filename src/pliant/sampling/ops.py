@@ -1,13 +1,14 @@
 """The registered operators: which kernel runs, and how gradients flow.
 
-Three operators, `pliant::sample_sum`, `pliant::deform_columns` and `pliant::deform_conv`, each with a backward
-operator that is differentiable itself. A public function ends in one of them:
+Three operators, `pliant::sample_sum`, `pliant::deform_columns` and `pliant::deform_conv`, each
+with a backward operator that is differentiable itself. A public function ends in one of them:
 
-    call -> autograd.Function (if a gradient may be asked for) -> registered operator -> kernel of that device
+    call -> autograd.Function (if a gradient may be asked for) -> registered operator -> kernel of
+    that device
 
-A Function around the operator costs half of what `torch.library.register_autograd` does and works under
-`torch.func`. The operator's own Autograd key leads to the same Function, so a direct call of `torch.ops.pliant.*`,
-and a compiler that traces one, see the same gradients.
+A Function around the operator costs half of what `torch.library.register_autograd` does and works
+under `torch.func`. The operator's own Autograd key leads to the same Function, so a direct call of
+`torch.ops.pliant.*`, and a compiler that traces one, see the same gradients.
 """
 
 import contextlib
@@ -28,7 +29,10 @@ library = torch.library.Library("pliant", "DEF")
 
 # Which kernel runs
 
-_AUTOMATIC = {"cpu": "cpu", "cuda": "triton"}  # device type -> backend; on any other device the reference runs
+_AUTOMATIC = {
+    "cpu": "cpu",
+    "cuda": "triton",
+}  # device type -> backend; on any other device the reference runs
 _records: list[list[tuple[str, str]]] = []
 
 
@@ -37,12 +41,14 @@ def backend(name: str) -> Any:
     return reference if name == "reference" else importlib.import_module(f"pliant.kernels.{name}")
 
 
-def choose(impl: str, value: Tensor, loc: Tensor, weight: Tensor | None) -> str:
+def choose(operator: str, impl: str, value: Tensor, loc: Tensor, weight: Tensor | None) -> str:
     """The backend for these operands. An explicit one that cannot run raises with every reason."""
     name = impl or _AUTOMATIC.get(value.device.type, "reference")
     if name == "reference":
         return name
     reasons = backend(name).supports(value, loc, weight)
+    if not hasattr(backend(name), operator):
+        reasons = [*reasons, f"it has no kernel for {operator}"]
     if not reasons:
         return name
     if impl:
@@ -68,9 +74,10 @@ def record() -> Iterator[list[tuple[str, str]]]:
 class Operator:
     """A registered operator and its gradient.
 
-    `schema` lists the arguments before the last, `impl`. Those at `differentiable` have gradients, and the first
-    three of them (features, positions, weights) decide which kernel can run. Those at `shared` are the same for every
-    item of the batch. `kernel_args` turns the arguments into those of the backends' functions.
+    `schema` lists the arguments before the last, `impl`. Those at `differentiable` have gradients,
+    and the first three of them (features, positions, weights) decide which kernel can run. Those
+    at `shared` are the same for every item of the batch. `kernel_args` turns the arguments into
+    those of the backends' functions.
     """
 
     def __init__(
@@ -87,7 +94,9 @@ class Operator:
         self.fake, self.kernel_args = fake, kernel_args
         grads = ", ".join(["Tensor"] * len(differentiable))
         library.define(f"{name}({schema}, str impl) -> Tensor")
-        library.define(f"{name}_backward(Tensor grad, {schema}, str impl, bool[] needs) -> ({grads})")
+        library.define(
+            f"{name}_backward(Tensor grad, {schema}, str impl, bool[] needs) -> ({grads})"
+        )
         self.forward = getattr(torch.ops.pliant, name).default
         self.backward = getattr(torch.ops.pliant, f"{name}_backward").default
         self.function, self.backward_function = _functions(self)
@@ -102,8 +111,9 @@ class Operator:
     def __call__(self, *args: Any) -> Tensor:
         """Run the operator; the way of every public function."""
         if torch.compiler.is_compiling() or not _transformed(args):
-            return self.forward(*args)
-        return self.function.apply(*args)  # type: ignore[no-any-return]
+            return self.forward(*args)  # type: ignore[no-any-return]
+        out: Tensor = self.function.apply(*args)
+        return out
 
     def _forward(self, *args: Any) -> Tensor:
         name = self._choose(self.name, args)
@@ -117,7 +127,10 @@ class Operator:
         grads = getattr(backend(name), operator)(grad, *self.kernel_args(*args[:-1]), needs)
         inputs = [args[i] for i in self.differentiable]
         if name == "reference":
-            grads = [g if g is None else _like(g, torch.empty_like(x)) for g, x in zip(grads, inputs, strict=True)]
+            grads = [
+                g if g is None else _like(g, torch.empty_like(x))
+                for g, x in zip(grads, inputs, strict=True)
+            ]
         return tuple(grad.new_empty(0) if g is None else g for g in grads)
 
     def _backward_fake(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -129,13 +142,13 @@ class Operator:
 
     def adjoint(self, grad: Tensor, *args: Any) -> Sequence[Tensor | None]:
         """The backward operator in differentiable PyTorch, from which its own gradient is taken."""
-        *args, impl, needs = args  # type: ignore[assignment]
+        *args, _, needs = args  # type: ignore[assignment]
         grads = getattr(reference, f"{self.name}_backward")(grad, *self.kernel_args(*args), needs)
         return grads  # type: ignore[no-any-return]
 
     def _choose(self, operator: str, args: Sequence[Any]) -> str:
         value, loc, weight = (args[i] for i in self.differentiable[:3])
-        name = choose(args[-1], value, loc, weight)
+        name = choose(operator, args[-1], value, loc, weight)
         for calls in _records:
             calls.append((operator, name))
         return name
@@ -169,7 +182,7 @@ def _autograd(name: str, function: type[torch.autograd.Function]) -> Callable[..
 
 
 def _functions(op: Operator) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-    """The operator and its backward as differentiable functions. Neither has a jvp: forward-mode AD raises."""
+    """The operator and its backward as functions. Neither has a jvp: forward-mode AD raises."""
 
     class Forward(torch.autograd.Function):
         @staticmethod
@@ -185,7 +198,7 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], type[torch.
         def backward(ctx: Any, grad: Tensor) -> Any:
             needs = [ctx.needs_input_grad[i] for i in op.differentiable]
             args = (grad, *_saved(ctx), needs)
-            run = op.backward_function.apply if _transformed(args) else op.backward
+            run: Any = op.backward_function.apply if _transformed(args) else op.backward
             result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
             for i, need, g in zip(op.differentiable, needs, run(*args), strict=True):
                 result[i] = g if need else None
@@ -211,7 +224,9 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], type[torch.
         def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
             args = _saved(ctx)
             result: list[Tensor | None] = [None] * len(args)
-            asked = [c for c, need in zip(cotangents, args[-1], strict=True) if need and c is not None]
+            asked = [
+                c for c, need in zip(cotangents, args[-1], strict=True) if need and c is not None
+            ]
             if not asked:
                 return tuple(result)
             places = [0, *(i + 1 for i in op.differentiable if args[i + 1] is not None)]
@@ -230,10 +245,15 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], type[torch.
 
         @staticmethod
         def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
-            # A shared argument's gradient is a sum over the batch, which a joined batch would mix up.
-            mixed = any(need for i, need in zip(op.differentiable, args[-1], strict=True) if i in op.shared)
+            # A shared argument's gradient is a sum over the batch, which a joined batch would mix
+            # up.
+            mixed = any(
+                need for i, need in zip(op.differentiable, args[-1], strict=True) if i in op.shared
+            )
             fold = not mixed and all(dims[i + 1] is None for i in op.shared)
-            return _vmap(Backward, info.batch_size, dims, args, tuple(i + 1 for i in op.shared), fold)
+            return _vmap(
+                Backward, info.batch_size, dims, args, tuple(i + 1 for i in op.shared), fold
+            )
 
     return Forward, Backward
 
@@ -256,7 +276,10 @@ def _vmap(
     shared: tuple[int, ...],
     fold: bool,
 ) -> Any:
-    """The mapped axis joins the batch where it can; otherwise one call an item. Returns (results, their axes)."""
+    """The mapped axis joins the batch where it can; otherwise one call an item.
+
+    Returns the results and their mapped axes.
+    """
     dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, dims, strict=True)]
     pairs = list(enumerate(zip(args, dims, strict=True)))
     if fold:
@@ -264,7 +287,9 @@ def _vmap(
         split = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in _several(out)]
     else:
         items = [
-            _several(function.apply(*(a if d is None else a.select(d, item) for _, (a, d) in pairs)))
+            _several(
+                function.apply(*(a if d is None else a.select(d, item) for _, (a, d) in pairs))
+            )
             for item in range(size)
         ]
         split = [torch.stack(same) for same in zip(*items, strict=True)]
@@ -286,17 +311,23 @@ def _join(x: Any, dim: int | None, size: int) -> Any:
 # The three operators
 
 
-def _sample_sum_fake(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, *rest: Any) -> Tensor:
+def _sample_sum_fake(
+    value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, *rest: Any
+) -> Tensor:
     n, _, g, k, d = value.shape
     return value.new_empty(n, loc.shape[1], g, k, d)
 
 
-def _deform_columns_fake(input: Tensor, offset: Tensor, mask: Any, kernel: Sequence[int], *rest: Any) -> Tensor:
+def _deform_columns_fake(
+    input: Tensor, offset: Tensor, mask: Any, kernel: Sequence[int], *rest: Any
+) -> Tensor:
     (kh, kw), (ho, wo) = kernel, offset.shape[2:]
     return input.new_empty(input.shape[0], input.shape[1], ho * kh, wo * kw)
 
 
-def _deform_conv_fake(input: Tensor, offset: Tensor, mask: Any, weight: Tensor, *rest: Any) -> Tensor:
+def _deform_conv_fake(
+    input: Tensor, offset: Tensor, mask: Any, weight: Tensor, *rest: Any
+) -> Tensor:
     last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
     form = torch.channels_last if last else torch.contiguous_format
     size = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
@@ -324,7 +355,8 @@ sample_sum = Operator(
 )
 deform_columns = Operator(
     "deform_columns",
-    "Tensor input, Tensor offset, Tensor? mask, SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation",
+    "Tensor input, Tensor offset, Tensor? mask, SymInt[] kernel, "
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation",
     differentiable=(0, 1, 2),
     shared=(),
     fake=_deform_columns_fake,

@@ -2,11 +2,13 @@
 
     value  [N, S, G, K, D]      shapes [V, R, 2] = (height, width), starts [V, R]
     loc    [N, Q, G, V, P, 2]   weight [N, Q, G, V, P, R, K]
-    out[n,q,g,k,:] = sum over v, p, r of weight[n,q,g,v,p,r,k] * sample(value[n,:,g,k,:], map (v, r), loc[n,q,g,v,p])
+    out[n,q,g,k,:] = sum over v, p, r of weight[n,q,g,v,p,r,k] * sample(value[n,:,g,k,:], map (v,
+    r), loc[n,q,g,v,p])
 
-N batch; Q queries; S stored pixels of all maps, one after another; G groups with positions of their own (heads,
-deformable groups); K groups with weights of their own that share positions; D channels; V views (levels, cameras);
-P points in a view; R scales of a view that share its positions. Positions are (x, y), sizes (height, width).
+N batch; Q queries; S stored pixels of all maps, one after another; G groups with positions of
+their own (heads, deformable groups); K groups with weights of their own that share positions; D
+channels; V views (levels, cameras); P points in a view; R scales of a view that share its
+positions. Positions are (x, y), sizes (height, width).
 """
 
 from typing import NamedTuple
@@ -19,7 +21,9 @@ class Policy(NamedTuple):
 
     position: str  # "unit": pixel = loc * size - 0.5; "pixel": as given
     interpolation: str  # "bilinear": four corners; "nearest": the pixel reached by truncation
-    outside: str  # "zero": counts iff -1 < pixel < size; "skip": iff 0 < loc < 1; "clamp": to the border
+    outside: (
+        str  # "zero": counts iff -1 < pixel < size; "skip": iff 0 < loc < 1; "clamp": to the border
+    )
 
 
 POLICIES = (

@@ -1,7 +1,9 @@
-"""The oracle: the computation and its adjoint in plain PyTorch, on any device, in any float dtype, differentiable.
+"""The oracle: the computation and its adjoint in plain PyTorch, on any device, in any float dtype,
+differentiable.
 
-Nothing here is fast; everything is exact. A sample that does not count is replaced by zero before any product, in
-every operand, so that no NaN or Inf of it can reach a result or a gradient of any order.
+Nothing here is fast; everything is exact. A sample that does not count is replaced by zero before
+any product, in every operand, so that no NaN or Inf of it can reach a result or a gradient of any
+order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,21 +28,35 @@ class Tap(NamedTuple):
     d_y: Tensor
 
 
-def taps(loc: Tensor, shape: Tensor, start: Tensor, stored: int, policy: Policy, acc: torch.dtype) -> list[Tap]:
-    """The pixels that positions `loc` [..., P, 2] read in the map of size `shape` [2] stored from row `start`."""
+def taps(
+    loc: Tensor, shape: Tensor, start: Tensor, stored: int, policy: Policy, acc: torch.dtype
+) -> list[Tap]:
+    """The pixels that positions `loc` [..., P, 2] read in a map of `shape` from row `start` on."""
     height, width = (_sane(s) for s in shape.to(torch.int64).unbind(-1))
     start = start.to(torch.int64).clamp(-(2**62), 2**62)
     x, y = loc.to(position_dtype(loc.dtype)).unbind(-1)
 
     def row(xi: Tensor, yi: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         index = start + yi * width + xi
-        inside = counts & (xi >= 0) & (xi < width) & (yi >= 0) & (yi < height) & (index >= 0) & (index < stored)
+        inside = (
+            counts
+            & (xi >= 0)
+            & (xi < width)
+            & (yi >= 0)
+            & (yi < height)
+            & (index >= 0)
+            & (index < stored)
+        )
         return torch.where(inside, index, 0), inside
 
     if policy.interpolation == "nearest":
         counts = ~(x.isnan() | y.isnan()) & (height > 0) & (width > 0)
-        xi = torch.where(counts, x.trunc().clamp(min=0).minimum((width - 1).to(x.dtype)), 0).to(torch.int64)
-        yi = torch.where(counts, y.trunc().clamp(min=0).minimum((height - 1).to(y.dtype)), 0).to(torch.int64)
+        xi = torch.where(counts, x.trunc().clamp(min=0).minimum((width - 1).to(x.dtype)), 0).to(
+            torch.int64
+        )
+        yi = torch.where(counts, y.trunc().clamp(min=0).minimum((height - 1).to(y.dtype)), 0).to(
+            torch.int64
+        )
         index, inside = row(xi.minimum(width - 1), yi.minimum(height - 1), counts)
         one = torch.ones_like(x, dtype=acc)
         return [Tap(index, inside, one, torch.zeros_like(one), torch.zeros_like(one))]
@@ -68,7 +84,7 @@ def _sane(size: Tensor) -> Tensor:
 
 
 class _Rows:
-    """value [N, S, G, K, D] as a table of rows: read and add at [N, Q, G, P] places, each a row of [K, D]."""
+    """value [N, S, G, K, D] as a table of rows [K, D], read and added to at [N, Q, G, P]."""
 
     def __init__(self, value: Tensor, acc: torch.dtype) -> None:
         self.shape, self.acc, self.device = value.shape, acc, value.device
@@ -104,7 +120,11 @@ def _maps(
     for v in range(shapes.shape[0]):
         for r in range(shapes.shape[1]):
             acc = accumulator(value.dtype)
-            yield v, r, taps(loc[:, :, :, v], shapes[v, r], starts[v, r], value.shape[1], policy, acc)
+            yield (
+                v,
+                r,
+                taps(loc[:, :, :, v], shapes[v, r], starts[v, r], value.shape[1], policy, acc),
+            )
 
 
 def sample_sum(
@@ -116,7 +136,9 @@ def sample_sum(
     n, _, g, k, d = value.shape
     out = torch.zeros(n, loc.shape[1], g, k, d, dtype=acc, device=value.device)
     for v, r, pixels in _maps(value, shapes, starts, loc, policy):
-        sample = sum(t.coefficient[..., None, None] * rows.read(t) for t in pixels)  # [N, Q, G, P, K, D]
+        sample = sum(
+            t.coefficient[..., None, None] * rows.read(t) for t in pixels
+        )  # [N, Q, G, P, K, D]
         counted = torch.where(_counts(pixels)[..., None], weight[:, :, :, v, :, r].to(acc), 0)
         out = out + (counted[..., None] * sample).sum(3)
     return out.to(value.dtype)
@@ -148,7 +170,9 @@ def sample_sum_backward(
             here = torch.where(inside[..., None], grad, 0)  # [N, Q, G, P, K, D]
             counted = torch.where(inside, w, 0)
             if needs[0]:
-                grad_table = rows.add(grad_table, t, (counted * t.coefficient[..., None])[..., None] * here)
+                grad_table = rows.add(
+                    grad_table, t, (counted * t.coefficient[..., None])[..., None] * here
+                )
             if needs[1] or needs[2]:
                 dot = (here * rows.read(t)).sum(-1)  # [N, Q, G, P, K]
                 grad_w = grad_w + t.coefficient[..., None] * dot
@@ -192,14 +216,20 @@ class _Window(NamedTuple):
 
 
 def positions(offset: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """Pixel positions [N, Ho*Wo, dg, kh*kw, 2] of offsets [N, 2*dg*kh*kw, Ho, Wo], interleaved (y, x)."""
+    """Positions (x, y) [N, Ho*Wo, dg, kh*kw, 2] of offsets (y, x) [N, 2*dg*kh*kw, Ho, Wo]."""
     n, channels, ho, wo = offset.shape
     (kh, kw), device = kernel, offset.device
     points = kh * kw
-    moved = offset.to(position_dtype(offset.dtype)).reshape(n, channels // max(2 * points, 1), points, 2, ho, wo)
+    moved = offset.to(position_dtype(offset.dtype)).reshape(
+        n, channels // max(2 * points, 1), points, 2, ho, wo
+    )
 
     def axis(out: int, taps_: int, step: int, pad: int, gap: int) -> Tensor:  # [out, taps]
-        return torch.arange(out, device=device)[:, None] * step - pad + torch.arange(taps_, device=device) * gap
+        return (
+            torch.arange(out, device=device)[:, None] * step
+            - pad
+            + torch.arange(taps_, device=device) * gap
+        )
 
     y = axis(ho, kh, stride[0], padding[0], dilation[0]).view(ho, 1, kh, 1).expand(ho, wo, kh, kw)
     x = axis(wo, kw, stride[1], padding[1], dilation[1]).view(1, wo, 1, kw).expand(ho, wo, kh, kw)
@@ -209,7 +239,13 @@ def positions(offset: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilatio
 
 
 def _window(
-    input: Tensor, offset: Tensor, mask: Tensor | None, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    kernel: Pair,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
 ) -> _Window:
     n, c, h, w = input.shape
     points, acc = kernel[0] * kernel[1], accumulator(input.dtype)
@@ -219,7 +255,11 @@ def _window(
     if mask is None:
         modulation = torch.ones(*loc.shape[:-1], 1, dtype=acc, device=loc.device)
     else:
-        modulation = mask.to(acc).reshape(n, groups, points, mask.shape[2] * mask.shape[3]).permute(0, 3, 1, 2)[..., None]
+        modulation = (
+            mask.to(acc)
+            .reshape(n, groups, points, mask.shape[2] * mask.shape[3])
+            .permute(0, 3, 1, 2)[..., None]
+        )
     shape = torch.stack([torch.full((), size, device=input.device) for size in (h, w)])
     pixels = taps(loc, shape, torch.zeros_like(shape[0]), h * w, PIXEL_ZERO, acc) if h * w else []
     return _Window(value, loc, modulation, pixels, _Rows(value, acc))
@@ -228,7 +268,9 @@ def _window(
 def _points(window: _Window) -> Tensor:
     """The mask-weighted samples [N, Q, dg, P, 1, C/dg] in the accumulator's dtype."""
     n, q, g, p, _ = window.loc.shape
-    sample = torch.zeros(n, q, g, p, 1, window.value.shape[-1], dtype=window.rows.acc, device=window.loc.device)
+    sample = torch.zeros(
+        n, q, g, p, 1, window.value.shape[-1], dtype=window.rows.acc, device=window.loc.device
+    )
     if not window.pixels:
         return sample
     for t in window.pixels:
@@ -239,7 +281,7 @@ def _points(window: _Window) -> Tensor:
 def _points_backward(
     grad: Tensor, window: _Window, input: Tensor, offset: Tensor, mask: Tensor | None, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, offset and mask for the gradient `grad` [N, Q, dg, P, 1, C/dg] of the samples."""
+    """Gradients of input, offset and mask for that of the samples, [N, Q, dg, P, 1, C/dg]."""
     rows, (n, c, h, w) = window.rows, input.shape
     table = torch.zeros_like(rows.table, dtype=rows.acc)
     grad_mask, grad_x, grad_y = (torch.zeros_like(window.mask) for _ in range(3))
@@ -254,20 +296,25 @@ def _points_backward(
             grad_mask = grad_mask + t.coefficient[..., None] * dot
             grad_x = grad_x + counted * t.d_x[..., None] * dot
             grad_y = grad_y + counted * t.d_y[..., None] * dot
-    ho, wo = offset.shape[2:]
     grad_input = table.view(n, h * w, c).transpose(1, 2).reshape(input.shape)
-    grad_offset = torch.cat([grad_y, grad_x], -1).permute(0, 2, 3, 4, 1).reshape(n, -1, ho, wo)
+    grad_offset = torch.cat([grad_y, grad_x], -1).permute(0, 2, 3, 4, 1).reshape(offset.shape)
     return (
         grad_input.to(input.dtype) if needs[0] else None,
         grad_offset.to(offset.dtype) if needs[1] else None,
-        grad_mask[..., 0].permute(0, 2, 3, 1).reshape(n, -1, ho, wo).to(mask.dtype)
+        grad_mask[..., 0].permute(0, 2, 3, 1).reshape(mask.shape).to(mask.dtype)
         if needs[2] and mask is not None
         else None,
     )
 
 
 def deform_columns(
-    input: Tensor, offset: Tensor, mask: Tensor | None, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    kernel: Pair,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
 ) -> Tensor:
     """The resampled features [N, C, Ho*kh, Wo*kw]."""
     points = _points(_window(input, offset, mask, kernel, stride, padding, dilation))
@@ -291,8 +338,9 @@ def deform_columns_backward(
     window = _window(input, offset, mask, kernel, stride, padding, dilation)
     n, q, g, p, _ = window.loc.shape
     (kh, kw), (ho, wo) = kernel, offset.shape[2:]
-    points = grad.to(window.rows.acc).reshape(n, g, -1, ho, kh, wo, kw).permute(0, 3, 5, 1, 4, 6, 2)
-    points = points.reshape(n, q, g, p, 1, window.value.shape[-1])
+    d = window.value.shape[-1]
+    points = grad.to(window.rows.acc).reshape(n, g, d, ho, kh, wo, kw).permute(0, 3, 5, 1, 4, 6, 2)
+    points = points.reshape(n, q, g, p, 1, d)
     return _points_backward(points, window, input, offset, mask, needs)
 
 
@@ -307,18 +355,25 @@ def deform_conv(
     dilation: Pair,
 ) -> Tensor:
     """The columns multiplied with `weight` [Co, C/groups, kh, kw], rounded once."""
-    columns, filters = _products(_points(_window(input, offset, mask, weight.shape[2:], stride, padding, dilation)), weight)
-    out = torch.einsum("nqgi,goi->ngoq", columns, filters).reshape(len(input), len(weight), *offset.shape[2:])
+    columns, filters = _products(
+        _points(_window(input, offset, mask, weight.shape[2:], stride, padding, dilation)), weight
+    )
+    out = torch.einsum("nqgi,goi->ngoq", columns, filters).reshape(
+        len(input), len(weight), *offset.shape[2:]
+    )
     if bias is not None:
         out = out + bias.to(out.dtype).view(1, -1, 1, 1)
     return out.to(input.dtype)
 
 
 def _products(points: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples [N, Q, dg, P, 1, C/dg] and weights as the operands [N, Q, groups, C/groups*P], [groups, Co/groups, C/groups*P]."""
+    """Samples [N, Q, dg, P, 1, C/dg] and weights as operands of the matrix product.
+
+    They are [N, Q, groups, C/groups*P] and [groups, Co/groups, C/groups*P].
+    """
     n, q, g, p, _, d = points.shape
     co, inner = weight.shape[:2]
-    groups = g * d // max(inner, 1)
+    groups = g * d // inner if inner else 1
     columns = points.permute(0, 1, 2, 5, 3, 4).reshape(n, q, groups, inner * p)
     return columns, weight.to(points.dtype).reshape(groups, co // max(groups, 1), inner * p)
 
@@ -341,7 +396,9 @@ def deform_conv_backward(
     columns, filters = _products(points, weight)
     n, q, g, p, _, d = points.shape
     groups = filters.shape[0]
-    by_group = grad.to(points.dtype).reshape(n, groups, -1, q)  # [N, groups, Co/groups, Q]
+    by_group = grad.to(points.dtype).reshape(
+        n, groups, len(weight) // max(groups, 1), q
+    )  # [N, groups, Co/groups, Q]
     grad_columns = torch.einsum("ngoq,goi->nqgi", by_group, filters)
     grad_points = grad_columns.reshape(n, q, g, d, p, 1).permute(0, 1, 2, 4, 5, 3)
     sampled = _points_backward(grad_points, window, input, offset, mask, needs)

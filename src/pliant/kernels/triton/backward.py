@@ -1,0 +1,259 @@
+"""Gradients of the weighted sum.
+
+`by_point`   one query at a time: gradients of positions and weights, which it owns, and of the
+features,
+             added atomically in the accumulator's dtype.
+`scatter` and `collect`   the same gradient of the features in a fixed order of sums: every corner
+that is
+             read is written down with its row, the rows are sorted, and each row sums its own.
+"""
+
+import triton
+import triton.language as tl
+
+from . import taps
+
+
+@triton.jit(do_not_specialize=["Q", "S", "G"])
+def by_point(
+    grad, value, shapes, starts, loc, weight, grad_value, grad_loc, grad_weight,
+    Q, S, G,
+    g_n, g_g, v_n, v_g, l_n, l_g, w_n, w_g, gv_n, gv_g, gl_n, gl_g, gw_n, gw_g,
+    g_q: tl.constexpr, g_k: tl.constexpr, g_d: tl.constexpr,
+    v_s: tl.constexpr, v_k: tl.constexpr, v_d: tl.constexpr,
+    l_q: tl.constexpr, l_v: tl.constexpr, l_p: tl.constexpr, l_c: tl.constexpr,
+    w_q: tl.constexpr, w_v: tl.constexpr, w_p: tl.constexpr, w_r: tl.constexpr, w_k: tl.constexpr,
+    gv_s: tl.constexpr, gv_k: tl.constexpr, gv_d: tl.constexpr,
+    gl_q: tl.constexpr, gl_v: tl.constexpr, gl_p: tl.constexpr, gl_c: tl.constexpr,
+    gw_q: tl.constexpr, gw_v: tl.constexpr, gw_p: tl.constexpr,
+    gw_r: tl.constexpr, gw_k: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
+    TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
+    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    PAIR: tl.constexpr, BLOCKS: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    n = pid // G // Q
+    q = pid // G % Q
+    g = pid % G
+    k = tl.arange(0, BK)
+    grad += n * g_n + q * g_q + g * g_g
+    value += n * v_n + g * v_g
+    loc += n * l_n + q * l_q + g * l_g
+    weight += n * w_n + q * w_q + g * w_g
+    grad_value += n * gv_n + g * gv_g
+    grad_loc += n * gl_n + q * gl_q + g * gl_g
+    grad_weight += n * gw_n + q * gw_q + g * gw_g
+    grad += tl.zeros([BJ], tl.int32)[:, None, None] + (k * g_k)[None, :, None]  # [BJ, BK, 1]
+    if D <= BD:
+        go = _load_grad(grad, k, 0, g_d, K, D, BD, ACC)
+    for b in range(BLOCKS):
+        if SKIP:  # a tile is of one view: most views see none of the points
+            v = tl.program_id(1) + tl.zeros([BJ], tl.int32)
+            p = b * BJ + tl.arange(0, BJ)
+            live = p < P
+        else:
+            j = b * BJ + tl.arange(0, BJ)
+            v = j // P
+            p = j % P
+            live = v < V
+        place = loc + v * l_v + p * l_p
+        x, y = taps.load_position(place, l_c, live, PAIR, POS)
+        if SKIP:
+            live = live & taps.inside(x, y)
+        if tl.max(live.to(tl.int32), 0) > 0:
+            along_x = tl.zeros([BJ], ACC)
+            along_y = tl.zeros([BJ], ACC)
+            for r in range(R):
+                h, w, start = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
+                each = weight + (v * w_v + p * w_p + r * w_r)[:, None] + (k * w_k)[None, :]
+                a = tl.load(each, mask=live[:, None] & (k < K)[None, :], other=0).to(ACC)
+                by_a = tl.zeros([BJ, BK], ACC)
+                by_x = tl.zeros([BJ, BK], ACC)
+                by_y = tl.zeros([BJ, BK], ACC)
+                if NEAREST:
+                    row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
+                else:
+                    row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+                        x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
+                    )
+                    counts = m00 | m01 | m10 | m11
+                    fx = fx[:, None, None]
+                    fy = fy[:, None, None]
+                from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
+                to_row = grad_value + (row * gv_s)[:, None, None] + (k * gv_k)[None, :, None]
+                for d0 in range(0, D, BD):
+                    d = (d0 + tl.arange(0, BD))[None, None, :]
+                    if D > BD:
+                        go = _load_grad(grad, k, d0, g_d, K, D, BD, ACC)
+                    if NEAREST:
+                        n00 = _corner(counts, k, d, K, D, BK, BD)
+                        if TO_WEIGHT:
+                            by_a += tl.sum(
+                                go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2
+                            )
+                        if TO_VALUE:
+                            tl.atomic_add(
+                                to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed"
+                            )
+                    else:
+                        n00 = _corner(m00, k, d, K, D, BK, BD)
+                        n01 = _corner(m01, k, d, K, D, BK, BD)
+                        n10 = _corner(m10, k, d, K, D, BK, BD)
+                        n11 = _corner(m11, k, d, K, D, BK, BD)
+                        if TO_LOC or TO_WEIGHT:
+                            at = from_row + d * v_d
+                            v00 = tl.load(at, mask=n00, other=0).to(ACC)
+                            v01 = tl.load(at + v_s, mask=n01, other=0).to(ACC)
+                            at += (w * v_s)[:, None, None]
+                            v10 = tl.load(at, mask=n10, other=0).to(ACC)
+                            v11 = tl.load(at + v_s, mask=n11, other=0).to(ACC)
+                            top = v00 * (1 - fx) + v01 * fx
+                            bottom = v10 * (1 - fx) + v11 * fx
+                            if TO_WEIGHT:
+                                by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
+                            if TO_LOC:
+                                by_x += tl.sum(go * ((v01 - v00) * (1 - fy) + (v11 - v10) * fy), 2)
+                                by_y += tl.sum(go * (bottom - top), 2)
+                        if TO_VALUE:
+                            to = to_row + d * gv_d
+                            ga = go * a[:, :, None]
+                            tl.atomic_add(to, ga * ((1 - fx) * (1 - fy)), mask=n00, sem="relaxed")
+                            tl.atomic_add(to + gv_s, ga * (fx * (1 - fy)), mask=n01, sem="relaxed")
+                            to += (w * gv_s)[:, None, None]
+                            tl.atomic_add(to, ga * ((1 - fx) * fy), mask=n10, sem="relaxed")
+                            tl.atomic_add(to + gv_s, ga * (fx * fy), mask=n11, sem="relaxed")
+                # A sample that does not count gives zero, whatever the incoming gradient holds.
+                if TO_WEIGHT:
+                    each = (
+                        grad_weight
+                        + (v * gw_v + p * gw_p + r * gw_r)[:, None]
+                        + (k * gw_k)[None, :]
+                    )
+                    by_a = tl.where(counts[:, None], by_a, 0)
+                    tl.store(each, by_a, mask=live[:, None] & (k < K)[None, :])
+                if TO_LOC:
+                    scale_x = w.to(ACC) if UNIT else 1.0
+                    scale_y = h.to(ACC) if UNIT else 1.0
+                    along_x += tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
+                    along_y += tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
+            if TO_LOC:
+                place = grad_loc + v * gl_v + p * gl_p
+                tl.store(place, along_x, mask=live)
+                tl.store(place + gl_c, along_y, mask=live)
+
+
+@triton.jit
+def _load_grad(
+    grad, k, d0, g_d: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The incoming gradient [BJ, BK, BD], the same for every point, in the layout of the samples."""
+    d = d0 + tl.arange(0, BD)
+    column = ((k < K)[:, None] & (d < D)[None, :])[None, :, :]
+    return tl.load(grad + (d * g_d)[None, None, :], mask=column, other=0).to(ACC)
+
+
+@triton.jit
+def _corner(
+    read, k, d, K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """A mask [BJ, BK, BD] from one of the points; channels need none where the blocks fit."""
+    read = read[:, None, None]
+    if K != BK:
+        read = read & (k < K)[None, :, None]
+    if D % BD != 0:
+        read = read & (d < D)
+    return read
+
+
+@triton.jit
+def _sample(i, first, queries, G, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """n, q, g, v, p, r of sample number `i` among those of `queries` queries from `first` on."""
+    r = i % R
+    p = i // R % P
+    v = i // (R * P) % V
+    g = i // (R * P * V) % G
+    q = i // (R * P * V) // G % queries
+    n = i // (R * P * V) // G // queries
+    return n, first + q, g, v, p, r
+
+
+@triton.jit(do_not_specialize=["samples", "first", "queries", "S", "G", "nowhere"])
+def scatter(
+    shapes, starts, loc, rows, coefficients,
+    samples, first, queries, S, G, nowhere,
+    l_n, l_q, l_g, l_v, l_p, l_c: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
+    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    B: tl.constexpr,
+):  # fmt: skip
+    """For each sample, the rows (n, row, g) that it reads, or `nowhere`, and its coefficients."""
+    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    live = i < samples
+    n, q, g, v, p, r = _sample(i, first, queries, G, V, R, P)
+    at = loc + n * l_n + q * l_q + g * l_g + v * l_v + p * l_p
+    x, y = taps.load_position(at, l_c, live, False, POS)
+    h, w, start = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
+    if NEAREST:
+        row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
+        tl.store(rows + i, tl.where(counts, (n * S + row) * G + g, nowhere), mask=live)
+        tl.store(coefficients + i, tl.full([B], 1, ACC), mask=live)
+    else:
+        row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+            x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
+        )
+        corner = (n * S + row) * G + g
+        rows += 4 * i
+        coefficients += 4 * i
+        tl.store(rows, tl.where(m00, corner, nowhere), mask=live)
+        tl.store(rows + 1, tl.where(m01, corner + G, nowhere), mask=live)
+        tl.store(rows + 2, tl.where(m10, corner + w * G, nowhere), mask=live)
+        tl.store(rows + 3, tl.where(m11, corner + (w + 1) * G, nowhere), mask=live)
+        c00, c01, c10, c11 = taps.coefficients(fx, fy)
+        tl.store(coefficients, c00, mask=live)
+        tl.store(coefficients + 1, c01, mask=live)
+        tl.store(coefficients + 2, c10, mask=live)
+        tl.store(coefficients + 3, c11, mask=live)
+
+
+@triton.jit(do_not_specialize=["first", "queries", "S", "G"])
+def collect(
+    grad, weight, order, bounds, coefficients, grad_value,
+    first, queries, S, G,
+    g_n, g_q, g_g, g_k, g_d,
+    w_n, w_q, w_g, w_v, w_p, w_r, w_k,
+    gv_n, gv_s, gv_g, gv_k, gv_d,
+    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    TAPS: tl.constexpr, ACC: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Add to a row of `grad_value` what the samples that read it give, in their order."""
+    pid = tl.program_id(0).to(tl.int64)
+    begin = tl.load(bounds + pid)
+    end = tl.load(bounds + pid + 1)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    k = c // D
+    d = c % D
+    if begin < end:
+        acc = tl.zeros([BE, BC], ACC)
+        for e in range(begin, end, BE):
+            live = e + tl.arange(0, BE) < end
+            entry = tl.load(order + e + tl.arange(0, BE), mask=live, other=0)
+            n, q, g, v, p, r = _sample(entry // TAPS, first, queries, G, V, R, P)
+            both = live[:, None] & (c < K * D)[None, :]
+            at = grad + (n * g_n + q * g_q + g * g_g)[:, None] + (k * g_k + d * g_d)[None, :]
+            go = tl.load(at, mask=both, other=0).to(ACC)
+            at = weight + (n * w_n + q * w_q + g * w_g + v * w_v + p * w_p + r * w_r)[:, None]
+            a = tl.load(at + (k * w_k)[None, :], mask=both, other=0).to(ACC)
+            acc += go * a * tl.load(coefficients + entry, mask=live, other=0)[:, None]
+        at = (
+            grad_value
+            + pid // G // S * gv_n
+            + pid // G % S * gv_s
+            + pid % G * gv_g
+            + k * gv_k
+            + d * gv_d
+        )
+        tl.store(at, tl.load(at, mask=c < K * D, other=0) + tl.sum(acc, 0), mask=c < K * D)

@@ -1,0 +1,188 @@
+"""The weighted sum of samples. Two tilings of one computation:
+
+`by_query`   a tile is [queries x heads, channels]; a query's points are read one after another.
+`by_point`   a tile is [points, channels] of one query and view; a tile in which no point counts is
+left
+             out before anything is read. For weights by channel group and for points mostly
+             outside.
+"""
+
+import triton
+import triton.language as tl
+
+from . import taps
+
+
+@triton.jit(do_not_specialize=["Q", "S", "G"])
+def by_query(
+    value, shapes, starts, loc, weight, out,
+    Q, S, G,
+    v_n, v_g, l_n, l_g, w_n, w_g,
+    v_s: tl.constexpr, v_d: tl.constexpr,
+    l_q: tl.constexpr, l_v: tl.constexpr, l_p: tl.constexpr, l_c: tl.constexpr,
+    w_q: tl.constexpr, w_v: tl.constexpr, w_p: tl.constexpr, w_r: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
+    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    BM: tl.constexpr, BQ: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
+    PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr, SURVEY: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(Q, BQ)
+    pid = tl.program_id(0)
+    n = (pid // blocks // (G // BG)).to(tl.int64)
+    first_g = (pid // blocks % (G // BG) * BG).to(tl.int64)
+    line = tl.arange(0, BQ * BG)
+    g = (line % BG).to(ROW)
+    q = (pid % blocks) * BQ + line // BG
+    live = q < Q
+    q = tl.minimum(q, Q - 1).to(ROW)  # a query too many repeats the last: its loads need no mask
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    value += n * v_n + first_g * v_g
+    loc += n * l_n + first_g * l_g
+    weight += n * w_n + first_g * w_g
+    column = (d * v_d)[None, :] + (g * v_g)[:, None]
+    acc = tl.zeros([BQ * BG, BD], ACC)
+    loc += q * l_q + g * l_g
+    weight += q * w_q + g * w_g
+    trusted = False
+    if SURVEY:  # a look at all maps spares the samples their checks, if they are many
+        trusted = taps.all_honest(shapes, starts, V * R, S, BM)
+    if trusted:
+        for m in range(V * R):
+            acc = _add_map(
+                acc, value, loc, weight, shapes, starts, m, S, column, d,
+                l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,
+                UNIT, SKIP, NEAREST, True, ROW, POS, ACC, INTERPRET, BD, BP, PAIR, WEIGHT_PAIR,
+            )  # fmt: skip
+    else:
+        for m in range(V * R):
+            acc = _add_map(
+                acc, value, loc, weight, shapes, starts, m, S, column, d,
+                l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,
+                UNIT, SKIP, NEAREST, False, ROW, POS, ACC, INTERPRET, BD, BP, PAIR, WEIGHT_PAIR,
+            )  # fmt: skip
+    at = out + (n * Q * G + first_g) * D + ((q * G + g) * D)[:, None] + d[None, :]
+    tl.store(at, acc, mask=_both(live, d, D, BD))
+
+
+@triton.jit
+def _both(rows, d, D: tl.constexpr, BD: tl.constexpr):
+    """A mask [rows, channels]; channels need none where the blocks fit."""
+    if D % BD == 0:
+        return rows[:, None]
+    else:
+        return rows[:, None] & (d < D)[None, :]
+
+
+@triton.jit
+def _add_map(
+    acc, value, loc, weight, shapes, starts, m, S, column, d,
+    l_v: tl.constexpr, l_p: tl.constexpr, l_c: tl.constexpr,
+    w_v: tl.constexpr, w_p: tl.constexpr, w_r: tl.constexpr, v_s: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
+    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    BD: tl.constexpr, BP: tl.constexpr, PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr,
+):  # fmt: skip
+    """`acc` [queries, channels] plus each query's samples of map `m`."""
+    h, w, start = taps.load_map(shapes, starts, m, None, S, HONEST, ROW)
+    loc += m // R * l_v
+    weight += m // R * w_v + m % R * w_r
+    for first in range(0, P, BP):
+        for i in tl.static_range(BP):
+            x, y = taps.load_position(loc + (first + i) * l_p, l_c, None, PAIR, POS)
+            if not WEIGHT_PAIR:
+                a = tl.load(weight + (first + i) * w_p).to(ACC)
+            elif i % 2 == 0:
+                a0, a1 = taps.load_pair(weight + (first + i) * w_p, None)
+                a = a0.to(ACC)
+            else:
+                a = a1.to(ACC)
+            if NEAREST:
+                row, counts = taps.nearest(x, y, h, w, start, S, None, HONEST, ROW)
+                at = value + (row * v_s)[:, None] + column
+                a = tl.where(counts, a, 0)[:, None]
+                mask = _both(counts, d, D, BD)
+                acc += a * tl.load(at, mask=mask, other=0).to(ACC)
+            else:
+                row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+                    x, y, h, w, start, S, None, UNIT, SKIP, HONEST, ROW, ACC, INTERPRET
+                )
+                at = value + (row * v_s)[:, None] + column
+                a = tl.where(m00 | m01 | m10 | m11, a, 0)[:, None]
+                n00 = _both(m00, d, D, BD)
+                n01 = _both(m01, d, D, BD)
+                n10 = _both(m10, d, D, BD)
+                n11 = _both(m11, d, D, BD)
+                acc += a * _blend(at, w, v_s, fx, fy, n00, n01, n10, n11, ACC)
+    return acc
+
+
+@triton.jit
+def _blend(at, w, v_s: tl.constexpr, fx, fy, m00, m01, m10, m11, ACC: tl.constexpr):
+    """The bilinear samples [queries, channels] whose corners 00 lie `at`."""
+    v00 = tl.load(at, mask=m00, other=0).to(ACC)
+    v01 = tl.load(at + v_s, mask=m01, other=0).to(ACC)
+    at += w * v_s
+    v10 = tl.load(at, mask=m10, other=0).to(ACC)
+    v11 = tl.load(at + v_s, mask=m11, other=0).to(ACC)
+    c00, c01, c10, c11 = taps.coefficients(fx, fy)
+    return v00 * c00[:, None] + v01 * c01[:, None] + v10 * c10[:, None] + v11 * c11[:, None]
+
+
+@triton.jit(do_not_specialize=["Q", "S", "G"])
+def by_point(
+    value, shapes, starts, loc, weight, out,
+    Q, S, G,
+    v_n, v_g, l_n, l_g, w_n, w_g,
+    v_s: tl.constexpr, v_k: tl.constexpr, v_d: tl.constexpr,
+    l_q: tl.constexpr, l_v: tl.constexpr, l_p: tl.constexpr, l_c: tl.constexpr,
+    w_q: tl.constexpr, w_v: tl.constexpr, w_p: tl.constexpr, w_r: tl.constexpr, w_k: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
+    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    PAIR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    n = pid // G // Q
+    q = pid // G % Q
+    g = pid % G
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    k = c // D
+    value += n * v_n + g * v_g
+    loc += n * l_n + q * l_q + g * l_g
+    weight += n * w_n + q * w_q + g * w_g
+    acc = tl.zeros([BP, BC], ACC)
+    for b in range(V * ((P + BP - 1) // BP)):
+        v = b // ((P + BP - 1) // BP)
+        p = b % ((P + BP - 1) // BP) * BP + tl.arange(0, BP)
+        live = p < P
+        place = loc + v * l_v + p * l_p
+        x, y = taps.load_position(place, l_c, live, PAIR, POS)
+        if SKIP:
+            live = live & taps.inside(x, y)
+        if tl.max(live.to(tl.int32), 0) > 0:
+            for r in range(R):
+                h, w, start = taps.load_map(shapes, starts, v * R + r, None, S, False, ROW)
+                column = (k * v_k + c % D * v_d)[None, :]
+                if NEAREST:
+                    row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
+                    at = value + (row * v_s)[:, None] + column
+                    sample = tl.load(at, mask=_both(counts, c, K * D, BC), other=0).to(ACC)
+                else:
+                    row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+                        x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
+                    )
+                    counts = m00 | m01 | m10 | m11
+                    at = value + (row * v_s)[:, None] + column
+                    v00 = tl.load(at, mask=_both(m00, c, K * D, BC), other=0).to(ACC)
+                    v01 = tl.load(at + v_s, mask=_both(m01, c, K * D, BC), other=0).to(ACC)
+                    at += w * v_s
+                    v10 = tl.load(at, mask=_both(m10, c, K * D, BC), other=0).to(ACC)
+                    v11 = tl.load(at + v_s, mask=_both(m11, c, K * D, BC), other=0).to(ACC)
+                    c00, c01, c10, c11 = taps.coefficients(fx, fy)
+                    sample = v00 * c00[:, None] + v01 * c01[:, None]
+                    sample += v10 * c10[:, None] + v11 * c11[:, None]
+                each = weight + (v * w_v + p * w_p + r * w_r)[:, None] + (k * w_k)[None, :]
+                acc += tl.load(each, mask=_both(counts, c, K * D, BC), other=0).to(ACC) * sample
+    tl.store(out + pid * (K * D) + c, tl.sum(acc, 0), mask=c < K * D)

@@ -1,0 +1,313 @@
+"""From tensors to launches: block sizes, integer widths, determinism; all tuning rules."""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pliant.sampling.problem import FEATURE_DTYPES, Policy, accumulator
+
+from . import backward, forward
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+_TL = {torch.float32: tl.float32, torch.float64: tl.float64}
+_INTEGER = {torch.int32: tl.int32, torch.int64: tl.int64}
+
+# Bytes of gradients that stay in a GPU's cache while they are summed.
+CACHED = 32 << 20
+
+# Samples whose corners are sorted at a time in the deterministic mode: bounds its memory to about
+# 450 MB.
+SORTED_AT_ONCE = 1 << 22
+
+
+@functools.cache
+def missing() -> list[str]:
+    """Why Triton kernels cannot run on this machine; empty if they can."""
+    if INTERPRET or torch.cuda.is_available():
+        return []
+    return ["no CUDA device is available, and TRITON_INTERPRET=1 is not set"]
+
+
+def describe() -> str:
+    if INTERPRET:
+        return f"Triton {triton.__version__}, interpreted on the CPU"
+    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
+
+
+def supports(value: Tensor, loc: Tensor, weight: Tensor | None) -> list[str]:
+    """Every reason against running this problem; empty if it can run."""
+    reasons = list(missing())
+    if value.device.type != "cuda" and not INTERPRET:
+        reasons.append(f"Triton kernels need CUDA tensors, got {value.device.type}")
+    if value.dtype not in FEATURE_DTYPES:
+        reasons.append(f"features of {value.dtype}")
+    return reasons
+
+
+def sample_sum(
+    value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, policy: Policy
+) -> Tensor:
+    n, s, g, k, d = value.shape
+    _, q, _, views, points, _ = loc.shape
+    scales = shapes.shape[1]
+    out = torch.empty(n, q, g, k, d, dtype=value.dtype, device=value.device)
+    if out.numel() == 0:
+        return out
+    if views * points * scales == 0 or s == 0:
+        return out.zero_()
+    shapes, starts = _on(value, shapes), _on(value, starts)
+    options = _options(policy, value, loc, _row_type(value, loc, weight, out))
+    by_query = k == 1 and policy.outside != "skip"
+    with _device_of(value):
+        if by_query:
+            tile = query_tile(d, q, g, points, value.element_size())
+            blocks = (triton.cdiv(q, tile["BQ"]) * n * g // tile["BG"], triton.cdiv(d, tile["BD"]))
+            forward.by_query[blocks](
+                value, shapes, starts, loc, weight, out, q, s, g,
+                *_outer(value, 2), *_outer(loc, 2), *_outer(weight, 2),
+                **_inner("v", value, "n s g - d"), **_inner("l", loc, "n q g v p c"),
+                **_inner("w", weight, "n q g v p r -"),
+                V=views, R=scales, P=points, D=d, **options,
+                BM=triton.next_power_of_2(views * scales),
+                PAIR=_paired(loc, 5), WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
+                SURVEY=n * q * g * views * points >= 1 << 20, **tile,
+            )  # fmt: skip
+        else:
+            tile = point_tile(k * d, points)
+            forward.by_point[(n * q * g, triton.cdiv(k * d, tile["BC"]))](
+                value, shapes, starts, loc, weight, out, q, s, g,
+                *_outer(value, 2), *_outer(loc, 2), *_outer(weight, 2),
+                **_inner("v", value, "n s g k d"), **_inner("l", loc, "n q g v p c"),
+                **_inner("w", weight, "n q g v p r k"),
+                V=views, R=scales, P=points, K=k, D=d, **options, PAIR=_paired(loc, 5), **tile,
+            )  # fmt: skip
+    return out
+
+
+def sample_sum_backward(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    n, s, views, points = *value.shape[:2], *loc.shape[3:5]
+    scales, acc = shapes.shape[1], accumulator(value.dtype)
+    to_value, to_loc, to_weight = needs
+    nothing = grad.numel() * s * views * points * scales == 0
+    # The policy "skip" never visits a point that does not count: its gradients are set here.
+    fresh = torch.zeros_like if nothing or policy.outside == "skip" else torch.empty_like
+    moved = to_loc and policy.interpolation != "nearest"
+    grad_value = torch.empty_like(value) if to_value else None
+    grad_loc = (fresh(loc) if moved else torch.zeros_like(loc)) if to_loc else None
+    grad_weight = fresh(weight) if to_weight else None
+    if nothing:
+        return grad_value if grad_value is None else grad_value.zero_(), grad_loc, grad_weight
+
+    shapes, starts = _on(value, shapes), _on(value, starts)
+    options = _options(policy, value, loc, _row_type(value, loc, weight, grad))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    # Items of the batch whose gradient fits into the cache: it is cleared, summed and rounded there.
+    step = batch_step(n, value.numel() * acc.itemsize, to_value)
+    rounded = to_value and acc != value.dtype
+    total = torch.empty_like(value[:step], dtype=acc) if rounded else None
+    with _device_of(value):
+        for first in range(0, n, step):
+            items = slice(first, first + step)
+            sums = None
+            if grad_value is not None:
+                sums = grad_value[items] if total is None else total[: len(grad_value[items])]
+                sums.zero_()
+            _gradients(
+                grad[items], value[items], shapes, starts, loc[items], weight[items], sums,
+                grad_loc[items] if moved and grad_loc is not None else None,
+                None if grad_weight is None else grad_weight[items],
+                policy, options, deterministic,
+            )  # fmt: skip
+            if grad_value is not None and total is not None:
+                grad_value[items].copy_(sums)
+    return grad_value, grad_loc, grad_weight
+
+
+def _gradients(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    grad_value: Tensor | None,
+    grad_loc: Tensor | None,
+    grad_weight: Tensor | None,
+    policy: Policy,
+    options: dict[str, object],
+    deterministic: bool,
+) -> None:
+    """Gradients of some items of the batch; that of the features is added to `grad_value`."""
+    n, s, g, k, d = value.shape
+    _, q, _, views, points, _ = loc.shape
+    atomic = grad_value is not None and not deterministic
+    if atomic or grad_loc is not None or grad_weight is not None:
+        skip = policy.outside == "skip"
+        places = points if skip else views * points
+        tile = backward_tile(k, d, places, policy)
+        gv = value if grad_value is None else grad_value
+        gl = loc if grad_loc is None else grad_loc
+        gw = weight if grad_weight is None else grad_weight
+        backward.by_point[(n * q * g, views if skip else 1)](
+            grad, value, shapes, starts, loc, weight, gv, gl, gw, q, s, g,
+            *(stride for x in (grad, value, loc, weight, gv, gl, gw) for stride in _outer(x, 2)),
+            **_inner("g", grad, "n q g k d"), **_inner("v", value, "n s g k d"),
+            **_inner("l", loc, "n q g v p c"), **_inner("w", weight, "n q g v p r k"),
+            **_inner("gv", gv, "n s g k d"), **_inner("gl", gl, "n q g v p c"),
+            **_inner("gw", gw, "n q g v p r k"),
+            V=views, R=shapes.shape[1], P=points, K=k, D=d, **options,
+            TO_VALUE=atomic, TO_LOC=grad_loc is not None, TO_WEIGHT=grad_weight is not None,
+            PAIR=_paired(loc, 5), BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
+        )  # fmt: skip
+    if grad_value is not None and deterministic:
+        _sorted_grad_value(grad, value, shapes, starts, loc, weight, grad_value, options)
+
+
+def batch_step(batch: int, size: int, scattered: bool) -> int:
+    """Items of a batch whose gradients of `size` bytes in all are computed at a time."""
+    return max(1, batch * CACHED // size) if scattered and size > 2 * CACHED else batch
+
+
+def query_tile(
+    channels: int, queries: int, groups: int, points: int, element: int
+) -> dict[str, int]:
+    """Queries, heads, channels, unrolled points of a tile: 128 threads that load 16 bytes each."""
+    bd = min(triton.next_power_of_2(channels), 1024)
+    rows = max(1, 128 * 16 // element // bd)
+    # Heads of a pixel lie side by side: a tile takes 256 bytes of them.
+    bg = math.gcd(groups, rows, max(1, 256 // (bd * element)))
+    bq = min(rows // bg, triton.next_power_of_2(queries))
+    unrolled = max(i for i in range(1, 5) if points % i == 0)
+    return {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
+
+
+def point_tile(channels: int, points: int) -> dict[str, int]:
+    """Points and channels of a tile."""
+    bp = min(triton.next_power_of_2(points), 8)
+    return {"BP": bp, "BC": min(triton.next_power_of_2(channels), 64), "num_warps": 1}
+
+
+def backward_tile(groups: int, channels: int, points: int, policy: Policy) -> dict[str, int]:
+    """Points, groups and channels of a tile."""
+    bk = triton.next_power_of_2(groups)
+    bd = min(triton.next_power_of_2(channels), max(1024 // bk, 1))
+    if policy.outside == "skip":
+        bj, warps = 16, 4
+    else:  # one warp: no barrier; a nearest pixel needs a quarter of the registers of four corners
+        bj, warps = (512 if policy.interpolation == "nearest" else 128) // (bk * bd), 1
+    return {
+        "BJ": min(max(bj, 1), triton.next_power_of_2(points)),
+        "BK": bk,
+        "BD": bd,
+        "num_warps": warps,
+    }
+
+
+def _sorted_grad_value(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    grad_value: Tensor,
+    options: dict[str, object],
+) -> None:
+    """Add the features' gradient to `grad_value`, every row's sum in the order of the samples."""
+    n, s, g, k, d = value.shape
+    q, views, points, scales = loc.shape[1], *loc.shape[3:5], shapes.shape[1]
+    corners = 1 if options["NEAREST"] else 4
+    per_query = n * g * views * points * scales
+    rows = n * s * g
+    step = max(1, SORTED_AT_ONCE // max(per_query, 1))
+    places = torch.arange(rows + 1, device=value.device)
+    bc = min(triton.next_power_of_2(k * d), 128)
+    for first in range(0, q, step):
+        queries = min(step, q - first)
+        samples = queries * per_query
+        keys = torch.empty(samples * corners, dtype=torch.int64, device=value.device)
+        coefficients = torch.empty(samples * corners, dtype=grad_value.dtype, device=value.device)
+        backward.scatter[(triton.cdiv(samples, 256),)](
+            shapes, starts, loc, keys, coefficients, samples, first, queries, s, g, rows,
+            *loc.stride(),
+            V=views, R=scales, P=points, **options, B=256,
+        )  # fmt: skip
+        keys, order = torch.sort(keys, stable=True)
+        bounds = torch.searchsorted(keys, places)
+        backward.collect[(rows, triton.cdiv(k * d, bc))](
+            grad, weight, order, bounds, coefficients, grad_value, first, queries, s, g,
+            *grad.stride(), *weight.stride(), *grad_value.stride(),
+            V=views, R=scales, P=points, K=k, D=d, TAPS=corners, ACC=options["ACC"],
+            BE=16, BC=bc, num_warps=2,
+        )  # fmt: skip
+
+
+def _on(value: Tensor, metadata: Tensor) -> Tensor:
+    return metadata.to(value.device).contiguous()
+
+
+def _outer(x: Tensor, group: int) -> tuple[int, int]:
+    """Strides of the batch and of the groups, which change with the sizes of a problem."""
+    return x.stride(0), x.stride(group)
+
+
+def _inner(name: str, x: Tensor, axes: str) -> dict[str, int]:
+    """The other strides, which a model fixes: constants of a kernel, so that addresses fold."""
+    named = zip(axes.split(), x.stride(), strict=True)
+    return {f"{name}_{axis}": stride for axis, stride in named if axis not in "ng-"}
+
+
+def _paired(x: Tensor, axis: int) -> bool:
+    """Whether neighbours along `axis` can be loaded two at a time."""
+    others = [
+        s for i, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if i != axis and n > 1
+    ]
+    aligned = x.data_ptr() % (2 * x.element_size()) == 0
+    return (
+        x.element_size() <= 4
+        and x.stride(axis) == 1
+        and aligned
+        and all(s % 2 == 0 for s in others)
+    )
+
+
+def _row_type(*operands: Tensor) -> torch.dtype:
+    """int32 for offsets inside one item of the batch, unless an operand extends farther."""
+    far = max(
+        sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True)) for x in operands
+    )
+    return torch.int64 if far >= 2**31 - 2**16 else torch.int32
+
+
+def _options(policy: Policy, value: Tensor, loc: Tensor, row: torch.dtype) -> dict[str, object]:
+    position = tl.float64 if loc.dtype == torch.float64 else tl.float32
+    return {
+        "UNIT": policy.position == "unit",
+        "SKIP": policy.outside == "skip",
+        "NEAREST": policy.interpolation == "nearest",
+        "ROW": _INTEGER[row],
+        "POS": _INTEGER.get(loc.dtype, position),
+        "ACC": _TL[accumulator(value.dtype)],
+        "INTERPRET": INTERPRET,
+    }
+
+
+def _device_of(x: Tensor) -> torch.cuda.device:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(x.device.index if x.is_cuda else -1)

@@ -1,0 +1,174 @@
+"""The tap layer: from a position to the pixels it reads, their coefficients and derivatives.
+
+The only Triton code with floor, borders and masks. All of it is elementwise: it serves tiles of any
+shape. ROW is the integer type of row numbers, int32 unless the features need more. HONEST says
+that the map is known to lie within the features, so that rows need no check of their own.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+OUTSIDE = tl.constexpr(-2.0)  # a pixel position all of whose corners lie outside every map
+
+
+@triton.jit
+def all_honest(shapes, starts, maps: tl.constexpr, S, BM: tl.constexpr):
+    """Whether each of the maps lies within the S stored rows."""
+    m = tl.arange(0, BM)
+    h = tl.load(shapes + 2 * m, mask=m < maps, other=0).to(tl.int64)
+    w = tl.load(shapes + 2 * m + 1, mask=m < maps, other=0).to(tl.int64)
+    start = tl.load(starts + m, mask=m < maps, other=0).to(tl.int64)
+    honest = ((h | w | start) >> 31 == 0) & (h * w <= S - start)
+    return tl.min(honest.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def load_map(shapes, starts, m, live, S, HONEST: tl.constexpr, ROW: tl.constexpr):
+    """Height, width and first row of map `m`. A map that no tensor can hold is empty."""
+    h = tl.load(shapes + 2 * m, mask=live).to(tl.int64)
+    w = tl.load(shapes + 2 * m + 1, mask=live).to(tl.int64)
+    start = tl.load(starts + m, mask=live).to(tl.int64)
+    if not HONEST:
+        sane = both(live, ((h | w) >> 31 == 0) & (start >= -2147483648) & (start <= S))
+        h = tl.where(sane, h, 0)
+        w = tl.where(sane, w, 0)
+        start = tl.where(sane, start, 0)
+    return h.to(ROW), w.to(ROW), start.to(ROW)
+
+
+@triton.jit
+def load_position(at, l_c: tl.constexpr, live, PAIR: tl.constexpr, POS: tl.constexpr):
+    """x and y, in one load where they lie side by side."""
+    if PAIR:
+        x, y = load_pair(at, live)
+        return x.to(POS), y.to(POS)
+    else:
+        return tl.load(at, mask=live).to(POS), tl.load(at + l_c, mask=live).to(POS)
+
+
+@triton.jit
+def load_pair(at, live):
+    """Two neighbouring numbers of 16 or 32 bits as one integer: a request less to the cache."""
+    element: tl.constexpr = at.dtype.element_ty
+    narrow: tl.constexpr = tl.int16 if element.primitive_bitwidth == 16 else tl.int32
+    wide: tl.constexpr = tl.int32 if element.primitive_bitwidth == 16 else tl.int64
+    pair = tl.load(at.to(tl.pointer_type(wide)), mask=live)
+    first = pair.to(narrow).to(element, bitcast=True)
+    return first, (pair >> element.primitive_bitwidth).to(narrow).to(element, bitcast=True)
+
+
+@triton.jit
+def both(live, condition):
+    """`live & condition`, where `live` may be None: all are."""
+    if live is None:
+        return condition
+    else:
+        return live & condition
+
+
+@triton.jit
+def stored(row, S, live, HONEST: tl.constexpr):
+    """Whether `row` is one of the S rows."""
+    if HONEST:
+        return live
+    else:
+        return live & _index(row, S.to(row.dtype))
+
+
+@triton.jit
+def exact(y, w, start, live, HONEST: tl.constexpr):
+    """Whether the row arithmetic of line `y` cannot wrap. It can only where the metadata lie."""
+    if HONEST or w.dtype == tl.int64:
+        return live
+    else:
+        row = y.to(tl.float32) * w.to(tl.float32) + start.to(tl.float32)
+        return live & (tl.abs(row) < 2.1e9)
+
+
+@triton.jit
+def unit_to_pixel(x, size, INTERPRET: tl.constexpr):
+    """x * size - 0.5, rounded twice as in PyTorch: a fused rounding moves points across borders."""
+    if INTERPRET:
+        return x * size.to(x.dtype) - 0.5
+    else:
+        return libdevice.mul_rn(x, size.to(x.dtype)) - 0.5
+
+
+@triton.jit
+def inside(x, y):
+    """The strict guard of the policy "skip"."""
+    return (x > 0) & (x < 1) & (y > 0) & (y < 1)
+
+
+@triton.jit
+def bilinear(
+    x, y, h, w, start, S, live,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, HONEST: tl.constexpr,
+    ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Row of the corner 00, fractions, and which of the corners 00, 01, 10, 11 (y, x) are read."""
+    if UNIT:
+        px = unit_to_pixel(x, w, INTERPRET)
+        py = unit_to_pixel(y, h, INTERPRET)
+    else:
+        px = x
+        py = y
+    if SKIP:
+        live = both(live, inside(x, y))
+        px = tl.where(live, px, OUTSIDE)
+        py = tl.where(live, py, OUTSIDE)
+    else:
+        px = _guarded(px, w)
+        py = _guarded(py, h)
+    left = tl.floor(px)
+    top = tl.floor(py)
+    x0 = left.to(ROW)
+    y0 = top.to(ROW)
+    row = start + y0 * w + x0
+    up = exact(top, w, start, both(live, _index(y0, h)), HONEST)
+    down = exact(top, w, start, both(live, _index(y0 + 1, h)), HONEST)
+    m00 = stored(row, S, up & _index(x0, w), HONEST)
+    m01 = stored(row + 1, S, up & _index(x0 + 1, w), HONEST)
+    m10 = stored(row + w, S, down & _index(x0, w), HONEST)
+    m11 = stored(row + w + 1, S, down & _index(x0 + 1, w), HONEST)
+    return row, (px - left).to(ACC), (py - top).to(ACC), m00, m01, m10, m11
+
+
+@triton.jit
+def _guarded(pixel, size):
+    """The pixel position if -1 < pixel < size; otherwise, NaN too, one outside."""
+    pixel = tl.minimum(pixel, size.to(pixel.dtype))
+    return tl.where(pixel > -1, pixel, OUTSIDE)
+
+
+@triton.jit
+def _index(i, size):
+    """0 <= i < size, in one comparison."""
+    if i.dtype == tl.int32:
+        return i.to(tl.uint32) < size.to(tl.uint32)
+    else:
+        return i.to(tl.uint64) < size.to(tl.uint64)
+
+
+@triton.jit
+def nearest(x, y, h, w, start, S, live, HONEST: tl.constexpr, ROW: tl.constexpr):
+    """Row of the pixel reached by truncation and clamping, and whether it is read."""
+    counts = both(live, (x == x) & (y == y) & (h > 0) & (w > 0))
+    xi = _clamped(tl.where(counts, x, 0), w, ROW)
+    yi = _clamped(tl.where(counts, y, 0), h, ROW)
+    row = start + yi * w + xi
+    return row, stored(row, S, exact(yi, w, start, counts, HONEST), HONEST)
+
+
+@triton.jit
+def _clamped(x, size, ROW: tl.constexpr):
+    """trunc(x) in [0, size): clamped in x's own type first, so that no conversion overflows."""
+    last = (size - 1).to(x.dtype)
+    return tl.minimum(tl.minimum(tl.maximum(x, 0), last).to(ROW), size - 1)
+
+
+@triton.jit
+def coefficients(fx, fy):
+    """Of the corners 00, 01, 10, 11."""
+    return (1 - fx) * (1 - fy), fx * (1 - fy), (1 - fx) * fy, fx * fy
