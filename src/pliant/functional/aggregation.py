@@ -59,11 +59,10 @@ def deformable_aggregation(
         OP, "spatial_shape", "cam", shapes.shape[0], "sample_locations", sample_locations.shape[3]
     )
     checks.count(OP, "spatial_shape", "scale", shapes.shape[1], "weight", weight.shape[4])
+    batch, stored, channels = feature_maps.shape
     groups = weight.shape[5]
     return ops.sample_sum(
-        feature_maps.unflatten(
-            2, (1, groups, feature_maps.shape[2] // groups)
-        ),  # [B, F, 1, G, C/G]
+        feature_maps.reshape(batch, stored, 1, groups, channels // groups),
         shapes,
         starts,
         sample_locations.transpose(2, 3).unsqueeze(2),  # [B, A, 1, cam, P, 2]

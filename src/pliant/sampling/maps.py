@@ -148,6 +148,6 @@ def _check_values(
             raise ValueError(f"{names.op}: {names.starts}{at} must be >= 0, got {start}")
         if start + h * w > stored:
             raise ValueError(
-                f"{names.op}: the map of {names.shapes}{at} = ({h}, {w}) that starts at row {start} "
-                f"must end within the {stored} rows of {names.value}, got {start + h * w}"
+                f"{names.op}: the map of {names.shapes}{at} = ({h}, {w}) from row {start} on must end "
+                f"within the {stored} rows of {names.value}, got {start + h * w}"
             )

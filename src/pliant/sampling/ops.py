@@ -117,14 +117,16 @@ class Operator:
 
     def _forward(self, *args: Any) -> Tensor:
         name = self._choose(self.name, args)
-        out: Tensor = getattr(backend(name), self.name)(*self.kernel_args(*args[:-1]))
+        with _full_precision(args[0].device.type):
+            out: Tensor = getattr(backend(name), self.name)(*self.kernel_args(*args[:-1]))
         return _like(out, self.fake(*args)) if name == "reference" else out
 
     def _backward(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *args, needs = args  # type: ignore[assignment]
         operator = f"{self.name}_backward"
         name = self._choose(operator, args)
-        grads = getattr(backend(name), operator)(grad, *self.kernel_args(*args[:-1]), needs)
+        with _full_precision(grad.device.type):
+            grads = getattr(backend(name), operator)(grad, *self.kernel_args(*args[:-1]), needs)
         inputs = [args[i] for i in self.differentiable]
         if name == "reference":
             grads = [
@@ -157,6 +159,13 @@ class Operator:
 def _like(x: Tensor, model: Tensor) -> Tensor:
     """`x` with the strides of `model`, which the fake has promised."""
     return x if x.stride() == model.stride() else model.copy_(x)
+
+
+def _full_precision(device: str) -> contextlib.AbstractContextManager[None]:
+    """Autocast chose the operator's dtypes already; the products inside must keep them."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _transformed(args: Sequence[Any]) -> bool:
@@ -238,15 +247,14 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], type[torch.
                 grads = zip(op.adjoint(*full), cotangents, strict=True)
                 return tuple(g for g, c in grads if g is not None and c is not None)
 
-            _, vjp = torch.func.vjp(adjoint, *(args[i] for i in places))
+            vjp: Any = torch.func.vjp(adjoint, *(args[i] for i in places))[1]
             for i, g in zip(places, vjp(tuple(asked)), strict=True):
                 result[i] = g
             return tuple(result)
 
         @staticmethod
         def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
-            # A shared argument's gradient is a sum over the batch, which a joined batch would mix
-            # up.
+            # A shared argument's gradient is a sum over the batch: a joined batch would mix them.
             mixed = any(
                 need for i, need in zip(op.differentiable, args[-1], strict=True) if i in op.shared
             )

@@ -149,7 +149,7 @@ def _load_grad(
     grad, k, d0, g_d: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The incoming gradient [BJ, BK, BD], the same for every point, in the layout of the samples."""
+    """The incoming gradient [BJ, BK, BD], the same for every point, laid out as the samples."""
     d = d0 + tl.arange(0, BD)
     column = ((k < K)[:, None] & (d < D)[None, :])[None, :, :]
     return tl.load(grad + (d * g_d)[None, None, :], mask=column, other=0).to(ACC)

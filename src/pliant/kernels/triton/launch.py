@@ -1,9 +1,11 @@
 """From tensors to launches: block sizes, integer widths, determinism; all tuning rules."""
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -63,32 +65,47 @@ def sample_sum(
     if views * points * scales == 0 or s == 0:
         return out.zero_()
     shapes, starts = _on(value, shapes), _on(value, starts)
-    options = _options(policy, value, loc, _row_type(value, loc, weight, out))
-    by_query = k == 1 and policy.outside != "skip"
-    with _device_of(value):
-        if by_query:
-            tile = query_tile(d, q, g, points, value.element_size())
-            blocks = (triton.cdiv(q, tile["BQ"]) * n * g // tile["BG"], triton.cdiv(d, tile["BD"]))
-            forward.by_query[blocks](
-                value, shapes, starts, loc, weight, out, q, s, g,
-                *_outer(value, 2), *_outer(loc, 2), *_outer(weight, 2),
-                **_inner("v", value, "n s g - d"), **_inner("l", loc, "n q g v p c"),
-                **_inner("w", weight, "n q g v p r -"),
-                V=views, R=scales, P=points, D=d, **options,
-                BM=triton.next_power_of_2(views * scales),
-                PAIR=_paired(loc, 5), WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
-                SURVEY=n * q * g * views * points >= 1 << 20, **tile,
-            )  # fmt: skip
-        else:
-            tile = point_tile(k * d, points)
-            forward.by_point[(n * q * g, triton.cdiv(k * d, tile["BC"]))](
-                value, shapes, starts, loc, weight, out, q, s, g,
-                *_outer(value, 2), *_outer(loc, 2), *_outer(weight, 2),
-                **_inner("v", value, "n s g k d"), **_inner("l", loc, "n q g v p c"),
-                **_inner("w", weight, "n q g v p r k"),
-                V=views, R=scales, P=points, K=k, D=d, **options, PAIR=_paired(loc, 5), **tile,
-            )  # fmt: skip
+    tensors = (value, shapes, starts, loc, weight, out)
+    run(tensors, policy, lambda: _forward(*tensors, policy))
     return out
+
+
+def _forward(
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    policy: Policy,
+) -> "Launch":
+    n, s, g, k, d = value.shape
+    _, q, _, views, points, _ = loc.shape
+    scales = shapes.shape[1]
+    integers = (q, s, g, *_outer(value), *_outer(loc), *_outer(weight))
+    constants = {
+        **_inner("l", loc, "n q g v p c"), "V": views, "R": scales, "P": points, "D": d,
+        **_options(policy, value, loc, _row_type(value, loc, weight, out)), "PAIR": _paired(loc, 5),
+    }  # fmt: skip
+    if k == 1 and policy.outside != "skip":
+        tile = query_tile(d, q, g, points, value.element_size())
+        return Launch(
+            forward.by_query,
+            (triton.cdiv(q, tile["BQ"]) * n * g // tile["BG"], triton.cdiv(d, tile["BD"])),
+            integers,
+            **_inner("v", value, "n s g - d"), **_inner("w", weight, "n q g v p r -"),
+            **constants, **tile, BM=triton.next_power_of_2(views * scales),
+            WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
+            SURVEY=n * q * g * views * points >= 1 << 20,
+        )  # fmt: skip
+    tile = point_tile(k * d, points)
+    return Launch(
+        forward.by_point,
+        (n * q * g, triton.cdiv(k * d, tile["BC"])),
+        integers,
+        **_inner("v", value, "n s g k d"), **_inner("w", weight, "n q g v p r k"),
+        **constants, **tile, K=k,
+    )  # fmt: skip
 
 
 def sample_sum_backward(
@@ -115,27 +132,25 @@ def sample_sum_backward(
         return grad_value if grad_value is None else grad_value.zero_(), grad_loc, grad_weight
 
     shapes, starts = _on(value, shapes), _on(value, starts)
-    options = _options(policy, value, loc, _row_type(value, loc, weight, grad))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    # Items of the batch whose gradient fits into the cache: it is cleared, summed and rounded there.
+    # Items of the batch whose gradient fits into the cache: cleared, summed and rounded there.
     step = batch_step(n, value.numel() * acc.itemsize, to_value)
     rounded = to_value and acc != value.dtype
     total = torch.empty_like(value[:step], dtype=acc) if rounded else None
-    with _device_of(value):
-        for first in range(0, n, step):
-            items = slice(first, first + step)
-            sums = None
-            if grad_value is not None:
-                sums = grad_value[items] if total is None else total[: len(grad_value[items])]
-                sums.zero_()
-            _gradients(
-                grad[items], value[items], shapes, starts, loc[items], weight[items], sums,
-                grad_loc[items] if moved and grad_loc is not None else None,
-                None if grad_weight is None else grad_weight[items],
-                policy, options, deterministic,
-            )  # fmt: skip
-            if grad_value is not None and total is not None:
-                grad_value[items].copy_(sums)
+    for first in range(0, n, step):
+        items = slice(first, first + step)
+        sums = None
+        if grad_value is not None:
+            sums = grad_value[items] if total is None else total[: len(grad_value[items])]
+            sums.zero_()
+        _gradients(
+            grad[items], value[items], shapes, starts, loc[items], weight[items], sums,
+            grad_loc[items] if moved and grad_loc is not None else None,
+            None if grad_weight is None else grad_weight[items],
+            policy, deterministic,
+        )  # fmt: skip
+        if grad_value is not None and total is not None and sums is not None:
+            grad_value[items].copy_(sums)
     return grad_value, grad_loc, grad_weight
 
 
@@ -150,33 +165,53 @@ def _gradients(
     grad_loc: Tensor | None,
     grad_weight: Tensor | None,
     policy: Policy,
-    options: dict[str, object],
     deterministic: bool,
 ) -> None:
     """Gradients of some items of the batch; that of the features is added to `grad_value`."""
-    n, s, g, k, d = value.shape
-    _, q, _, views, points, _ = loc.shape
     atomic = grad_value is not None and not deterministic
     if atomic or grad_loc is not None or grad_weight is not None:
-        skip = policy.outside == "skip"
-        places = points if skip else views * points
-        tile = backward_tile(k, d, places, policy)
+        wanted = (atomic, grad_loc is not None, grad_weight is not None)
         gv = value if grad_value is None else grad_value
         gl = loc if grad_loc is None else grad_loc
         gw = weight if grad_weight is None else grad_weight
-        backward.by_point[(n * q * g, views if skip else 1)](
-            grad, value, shapes, starts, loc, weight, gv, gl, gw, q, s, g,
-            *(stride for x in (grad, value, loc, weight, gv, gl, gw) for stride in _outer(x, 2)),
-            **_inner("g", grad, "n q g k d"), **_inner("v", value, "n s g k d"),
-            **_inner("l", loc, "n q g v p c"), **_inner("w", weight, "n q g v p r k"),
-            **_inner("gv", gv, "n s g k d"), **_inner("gl", gl, "n q g v p c"),
-            **_inner("gw", gw, "n q g v p r k"),
-            V=views, R=shapes.shape[1], P=points, K=k, D=d, **options,
-            TO_VALUE=atomic, TO_LOC=grad_loc is not None, TO_WEIGHT=grad_weight is not None,
-            PAIR=_paired(loc, 5), BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
-        )  # fmt: skip
+        tensors = (grad, value, shapes, starts, loc, weight, gv, gl, gw)
+        run(tensors, (policy, wanted), lambda: _backward(*tensors, policy, wanted))
     if grad_value is not None and deterministic:
-        _sorted_grad_value(grad, value, shapes, starts, loc, weight, grad_value, options)
+        _sorted_grad_value(grad, value, shapes, starts, loc, weight, grad_value, policy)
+
+
+def _backward(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    grad_value: Tensor,
+    grad_loc: Tensor,
+    grad_weight: Tensor,
+    policy: Policy,
+    wanted: tuple[bool, bool, bool],
+) -> "Launch":
+    n, s, g, k, d = value.shape
+    _, q, _, views, points, _ = loc.shape
+    skip = policy.outside == "skip"
+    places = points if skip else views * points
+    tile = backward_tile(k, d, places, policy)
+    operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
+    return Launch(
+        backward.by_point,
+        (n * q * g, views if skip else 1),
+        (q, s, g, *(stride for x in operands for stride in _outer(x))),
+        **_inner("g", grad, "n q g k d"), **_inner("v", value, "n s g k d"),
+        **_inner("l", loc, "n q g v p c"), **_inner("w", weight, "n q g v p r k"),
+        **_inner("gv", grad_value, "n s g k d"), **_inner("gl", grad_loc, "n q g v p c"),
+        **_inner("gw", grad_weight, "n q g v p r k"),
+        V=views, R=shapes.shape[1], P=points, K=k, D=d,
+        **_options(policy, value, loc, _row_type(value, loc, weight, grad)),
+        TO_VALUE=wanted[0], TO_LOC=wanted[1], TO_WEIGHT=wanted[2], PAIR=_paired(loc, 5),
+        BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
+    )  # fmt: skip
 
 
 def batch_step(batch: int, size: int, scattered: bool) -> int:
@@ -227,12 +262,13 @@ def _sorted_grad_value(
     loc: Tensor,
     weight: Tensor,
     grad_value: Tensor,
-    options: dict[str, object],
+    policy: Policy,
 ) -> None:
     """Add the features' gradient to `grad_value`, every row's sum in the order of the samples."""
     n, s, g, k, d = value.shape
     q, views, points, scales = loc.shape[1], *loc.shape[3:5], shapes.shape[1]
-    corners = 1 if options["NEAREST"] else 4
+    options = _options(policy, value, loc, _row_type(value, loc, weight, grad))
+    corners = 1 if policy.interpolation == "nearest" else 4
     per_query = n * g * views * points * scales
     rows = n * s * g
     step = max(1, SORTED_AT_ONCE // max(per_query, 1))
@@ -243,28 +279,70 @@ def _sorted_grad_value(
         samples = queries * per_query
         keys = torch.empty(samples * corners, dtype=torch.int64, device=value.device)
         coefficients = torch.empty(samples * corners, dtype=grad_value.dtype, device=value.device)
-        backward.scatter[(triton.cdiv(samples, 256),)](
-            shapes, starts, loc, keys, coefficients, samples, first, queries, s, g, rows,
-            *loc.stride(),
-            V=views, R=scales, P=points, **options, B=256,
-        )  # fmt: skip
+        with _device_of(value):
+            backward.scatter[(triton.cdiv(samples, 256),)](
+                shapes, starts, loc, keys, coefficients, samples, first, queries, s, g, rows,
+                *loc.stride(), V=views, R=scales, P=points, **options, B=256,
+            )  # fmt: skip
         keys, order = torch.sort(keys, stable=True)
         bounds = torch.searchsorted(keys, places)
-        backward.collect[(rows, triton.cdiv(k * d, bc))](
-            grad, weight, order, bounds, coefficients, grad_value, first, queries, s, g,
-            *grad.stride(), *weight.stride(), *grad_value.stride(),
-            V=views, R=scales, P=points, K=k, D=d, TAPS=corners, ACC=options["ACC"],
-            BE=16, BC=bc, num_warps=2,
-        )  # fmt: skip
+        with _device_of(value):
+            backward.collect[(rows, triton.cdiv(k * d, bc))](
+                grad, weight, order, bounds, coefficients, grad_value, first, queries, s, g,
+                *grad.stride(), *weight.stride(), *grad_value.stride(),
+                V=views, R=scales, P=points, K=k, D=d, TAPS=corners, ACC=options["ACC"],
+                BE=16, BC=bc, num_warps=2,
+            )  # fmt: skip
+
+
+class Launch:
+    """A kernel, its grid and all arguments but the tensors: what the sizes of a problem fix.
+
+    The first call goes through Triton's own launch, which compiles. Later ones launch the compiled
+    kernel, without Triton's look-up by every argument: it takes longer than a small problem runs.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], integers: tuple[int, ...], **constants: Any
+    ) -> None:
+        self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
+        self.compiled: Callable[..., None] | None = None
+        self.rest: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if self.compiled is not None:
+            return self.compiled(*tensors, *self.rest)
+        compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
+        if not INTERPRET:
+            names = self.kernel.arg_names[len(tensors) + len(self.integers) :]
+            self.rest = (*self.integers, *(self.constants[name] for name in names))
+            self.compiled = compiled[(*self.grid, 1, 1)[:3]]
+        return None
+
+
+_launches: dict[Hashable, Launch] = {}
+
+
+def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Launch]) -> None:
+    """Launch what `plan` gives, made once for the sizes, strides and alignment of the tensors."""
+    signature = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
+    known = (key, tensors[0].device, signature)
+    launch = _launches.get(known)
+    if launch is None:
+        if len(_launches) >= 4096:
+            _launches.clear()
+        launch = _launches[known] = plan()
+    with _device_of(tensors[0]):
+        launch(*tensors)
 
 
 def _on(value: Tensor, metadata: Tensor) -> Tensor:
     return metadata.to(value.device).contiguous()
 
 
-def _outer(x: Tensor, group: int) -> tuple[int, int]:
+def _outer(x: Tensor) -> tuple[int, int]:
     """Strides of the batch and of the groups, which change with the sizes of a problem."""
-    return x.stride(0), x.stride(group)
+    return x.stride(0), x.stride(2)
 
 
 def _inner(name: str, x: Tensor, axes: str) -> dict[str, int]:
@@ -308,6 +386,8 @@ def _options(policy: Policy, value: Tensor, loc: Tensor, row: torch.dtype) -> di
     }
 
 
-def _device_of(x: Tensor) -> torch.cuda.device:
+def _device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
     """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(x.device.index if x.is_cuda else -1)
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device.index)

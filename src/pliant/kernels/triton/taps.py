@@ -73,7 +73,7 @@ def stored(row, S, live, HONEST: tl.constexpr):
     if HONEST:
         return live
     else:
-        return live & _index(row, S.to(row.dtype))
+        return _index(row, S.to(row.dtype)) & live
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def _index(i, size):
 @triton.jit
 def nearest(x, y, h, w, start, S, live, HONEST: tl.constexpr, ROW: tl.constexpr):
     """Row of the pixel reached by truncation and clamping, and whether it is read."""
-    counts = both(live, (x == x) & (y == y) & (h > 0) & (w > 0))
+    counts = both(live, (tl.minimum(h, w) > 0) & (x == x) & (y == y))
     xi = _clamped(tl.where(counts, x, 0), w, ROW)
     yi = _clamped(tl.where(counts, y, 0), h, ROW)
     row = start + yi * w + xi

@@ -1,0 +1,3 @@
+from pliant.cli import main
+
+raise SystemExit(main())

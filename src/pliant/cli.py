@@ -1,0 +1,95 @@
+"""The `pliant` command: `pliant demo`, `pliant info`, `pliant run script.py`."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pliant
+
+OPERATORS = ("aggregation", "attention", "geometric", "convolution")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; its exit status."""
+    arguments = _parser().parse_args(argv)
+    return int(arguments.function(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pliant", description="Deformable-sampling operators for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"pliant {pliant.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="run the four operators: checked against float64, timed, drawn",
+        description="Run the four operators forward and backward, under our names and the "
+        "vendor's; check every result and gradient against the float64 reference; time them "
+        "against plain PyTorch; draw where they read. Exit status 1 if anything is off.",
+    )
+    demo.add_argument("--device", help="where to run (default: cuda if present, else cpu)")
+    demo.add_argument(
+        "--operator", action="append", choices=OPERATORS, help="only this one; repeatable"
+    )
+    demo.add_argument(
+        "--picture", type=Path, default="sampling.png", help="where to save it (%(default)s)"
+    )
+    demo.set_defaults(function=_demo)
+
+    info = commands.add_parser(
+        "info",
+        help="versions, devices, and which backends work here",
+        description="Show versions, devices, and which backends work here, or why they do not.",
+    )
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.set_defaults(function=_info)
+
+    run = commands.add_parser(
+        "run",
+        help="run a script written for the vendor's packages, unmodified",
+        description="Run a script that imports mx_driving or torch_npu, unmodified: Pliant answers "
+        "to these names, and the best device here stands in for the NPU.",
+    )
+    run.add_argument("script", type=Path, help="a Python file")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    run.set_defaults(function=_run)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        needs = " and ".join(missing)
+        print(f"pliant demo needs {needs}: pip install 'pliant[demo]'", file=sys.stderr)
+        return 2
+    from pliant import demo
+
+    return demo.run(
+        device=arguments.device, operators=arguments.operator or (), picture=arguments.picture
+    )
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from pliant import info
+
+    report = info.collect()
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        info.show(report)
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from pliant.compat import ascend
+
+    if not arguments.script.is_file():
+        print(f"pliant run: {arguments.script} is not a file", file=sys.stderr)
+        return 2
+    ascend.run_script(arguments.script, arguments.arguments)
+    return 0

@@ -1,0 +1,87 @@
+"""What a translation needs: keywords spelled two ways, groups stated, gradients asked by hand."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ..sampling import checks
+
+R = TypeVar("R")
+
+
+def also_spelled(**aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Let a function take its keyword `name` as `alias` too, for each `alias="name"`."""
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            for alias, name in aliases.items():
+                if alias in kwargs:
+                    if name in kwargs:
+                        raise TypeError(
+                            f"{function.__name__}() got {name!r} and {alias!r}, "
+                            "two spellings of one argument"
+                        )
+                    kwargs[name] = kwargs.pop(alias)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def check_groups(
+    op: str,
+    name: str,
+    input: torch.Tensor,
+    offset: torch.Tensor,
+    weight: torch.Tensor,
+    groups: int,
+    deformable_groups: int,
+    blocks: int = 2,
+) -> None:
+    """Hold the groups that a caller states against the shapes, from which pliant takes them.
+
+    `name` is the caller's word for the input; `blocks` counts the offset's channels for each tap:
+    x, y and, where it travels with them, the mask.
+    """
+    sizes: dict[str, int] = {}
+    channels = f"{blocks}*dg*kh*kw"
+    checks.shape(op, name, checks.signature(op, name, input).shape, "N C H W", sizes)
+    checks.divides(op, f"the channels C of {name}", sizes["C"], "groups", groups)
+    checks.divides(
+        op, f"the channels C of {name}", sizes["C"], "deformable_groups", deformable_groups
+    )
+    sizes["C/groups"] = sizes["C"] // groups
+    checks.shape(
+        op, "weight", checks.signature(op, "weight", weight).shape, "Co C/groups kh kw", sizes
+    )
+    checks.divides(op, "the output channels Co of weight", sizes["Co"], "groups", groups)
+    sizes[channels] = blocks * deformable_groups * sizes["kh"] * sizes["kw"]
+    checks.shape(
+        op, "offset", checks.signature(op, "offset", offset).shape, f"N {channels} Ho Wo", sizes
+    )
+
+
+def gradients(
+    function: Callable[..., torch.Tensor], args: Sequence[Any], grad_output: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of `function(*args)`, one for each argument, None where there is none.
+
+    For the `backward` of an old-style autograd.Function called by hand: such a context holds the
+    inputs and no graph, so the forward runs once more.
+    """
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+    with torch.enable_grad():
+        output = function(*leaves)
+    wanted = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) and a.requires_grad]
+    found = torch.autograd.grad(output, [leaves[i] for i in wanted], grad_output, allow_unused=True)
+    grads: list[torch.Tensor | None] = [None] * len(args)
+    for i, grad in zip(wanted, found, strict=True):
+        grads[i] = grad
+    return tuple(grads)

@@ -1,0 +1,558 @@
+"""Deformable convolution: channels-last rows, sampled straight into the matrix product.
+
+`convolve`    a tile of the output is [positions, output channels]; taps and channels are summed over by
+              products of samples, which are never stored, with the weight. `merge` adds up the parts if
+              several programs share a tile.
+`resample`    the samples alone, as columns; `unfold` brings a gradient of columns into rows.
+`transpose`   the change of layout before and after.
+
+Weights are read as [Co, kh*kw, C/groups]. A run is a stretch of channels within one group and one
+deformable group: its samples share their positions and meet the same weights.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pliant.sampling.problem import accumulator
+
+from . import taps
+from .launch import INTERPRET, _device_of
+
+Pair = Sequence[int]
+
+
+# Kernels
+
+
+@triton.jit
+def tap(
+    offset, modulation, q, g, k, H, W, WO, o_c, o_q, a_c, a_q, live,
+    K: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    MODULATED: tl.constexpr, ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Where tap `k` of the positions `q` reads its image, by taps.bilinear, and its modulation."""
+    at = offset + (2 * (g * K + k)).to(ROW) * o_c + q.to(ROW) * o_q
+    y = (q // WO * SH - PH + k // KW * DH).to(POS) + tl.load(at).to(POS)
+    x = (q % WO * SW - PW + k % KW * DW).to(POS) + tl.load(at + o_c).to(POS)
+    row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+        x, y, H.to(ROW), W.to(ROW), 0, 0, live, False, False, True, ROW, ACC, INTERPRET
+    )
+    if MODULATED:
+        a = tl.load(modulation + (g * K + k).to(ROW) * a_c + q.to(ROW) * a_q).to(ACC)
+    else:
+        a = tl.full(fx.shape, 1, ACC)
+    return row, fx, fy, m00, m01, m10, m11, a
+
+
+@triton.jit
+def scaled(fx, fy, a, m00, m01, m10, m11):
+    """Coefficients times modulation; zero for a corner that is not read, whatever `a` is."""
+    c00, c01, c10, c11 = taps.coefficients(fx, fy)
+    c00 = tl.where(m00, c00 * a, 0)
+    c01 = tl.where(m01, c01 * a, 0)
+    c10 = tl.where(m10, c10 * a, 0)
+    c11 = tl.where(m11, c11 * a, 0)
+    return c00, c01, c10, c11
+
+
+@triton.jit
+def load_corners(
+    input, row, c, m00, m01, m10, m11, counts, W, C: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """The corners [positions, channels], as they are stored."""
+    at = input + (row * C)[:, None] + c[None, :]
+    v00 = tl.load(at, mask=sides(m00, counts, EVEN), other=0)
+    v01 = tl.load(at + C, mask=sides(m01, counts, EVEN), other=0)
+    at += W.to(row.dtype) * C
+    v10 = tl.load(at, mask=sides(m10, counts, EVEN), other=0)
+    v11 = tl.load(at + C, mask=sides(m11, counts, EVEN), other=0)
+    return v00, v01, v10, v11
+
+
+@triton.jit
+def blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC: tl.constexpr):
+    """Samples [positions, channels]."""
+    sample = v00.to(ACC) * c00[:, None] + v01.to(ACC) * c01[:, None]
+    return sample + v10.to(ACC) * c10[:, None] + v11.to(ACC) * c11[:, None]
+
+
+@triton.jit
+def sides(rows, columns, EVEN: tl.constexpr):
+    """The mask of a tile; its columns need none where blocks are EVEN."""
+    if EVEN:
+        return rows[:, None]
+    else:
+        return rows[:, None] & columns[None, :]
+
+
+@triton.jit
+def _step(i, RUN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr):
+    """Tap, first channel of the run, and channels in the run of step `i` of a sum."""
+    BLOCKS: tl.constexpr = (RUN + BK - 1) // BK
+    return i % K, i // (K * BLOCKS) * RUN, i // K % BLOCKS * BK + tl.arange(0, BK)
+
+
+@triton.jit
+def _corners(
+    input, offset, modulation, q, group, i, H, W, WO, o_c, o_q, a_c, a_q,
+    C: tl.constexpr, CG: tl.constexpr, CD: tl.constexpr, RUN: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    MODULATED: tl.constexpr, ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The corners of step `i` and their coefficients."""
+    k, run, c = _step(i, RUN, BK, K)
+    first = group * CG + run
+    row, fx, fy, m00, m01, m10, m11, a = tap(
+        offset, modulation, q, first // CD, k, H, W, WO, o_c, o_q, a_c, a_q, None,
+        K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
+    )  # fmt: skip
+    c00, c01, c10, c11 = scaled(fx, fy, a, m00, m01, m10, m11)
+    v00, v01, v10, v11 = load_corners(
+        input, row, first + c, m00, m01, m10, m11, c < RUN, W, C, RUN % BK == 0
+    )
+    return v00, v01, v10, v11, c00, c01, c10, c11
+
+
+@triton.jit
+def _filters(
+    weight, counts, i, CG: tl.constexpr, RUN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """The weights [channels, output channels] of step `i`; `weight` is a column of addresses."""
+    k, run, c = _step(i, RUN, BK, K)
+    at = weight + (k * CG + run + c)[None, :]
+    return tl.trans(tl.load(at, mask=counts[:, None] & (c < RUN)[None, :], other=0))
+
+
+@triton.jit
+def _multiply(
+    sample, filters, acc, PRECISION: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr
+):  # fmt: skip
+    if INTERPRET:  # which knows no arithmetic below float32
+        return acc + tl.dot(sample, filters.to(ACC), out_dtype=ACC)
+    else:
+        return tl.dot(sample, filters, acc, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def _store(
+    out, bias, acc, n, q, co, live, counts, Q,
+    CO: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """Write a tile, with the bias, to an output that is channels-last or contiguous."""
+    if BIAS:
+        acc += tl.load(bias + co, mask=counts, other=0).to(acc.dtype)[None, :]
+    if LAST:
+        at = out + n * Q * CO + (q.to(ROW) * CO)[:, None] + co[None, :]
+    else:
+        at = out + n * Q * CO + q[:, None] + (co.to(ROW) * Q)[None, :]
+    tl.store(at, acc, mask=sides(live, counts, EVEN))
+
+
+@triton.jit(do_not_specialize=["N", "Q_UNITS", "H", "W", "WO", "o_n", "a_n"])
+def convolve(
+    input, offset, modulation, weight, bias, out,
+    N, Q_UNITS, H, W, WO, o_n, o_c, o_q, a_n, a_c, a_q,
+    C: tl.constexpr, CO: tl.constexpr, CG: tl.constexpr, COG: tl.constexpr, CD: tl.constexpr,
+    RUN: tl.constexpr,
+    K: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    MODULATED: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, Q_ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """With SPLITS programs to a tile, `out` holds as many outputs, one after another."""
+    Q = Q_UNITS * Q_ALIGN
+    COLUMNS: tl.constexpr = (COG + BN - 1) // BN
+    # Runs, then blocks, then taps: taps one after another share pixels, which stay in the cache.
+    STEPS: tl.constexpr = CG // RUN * ((RUN + BK - 1) // BK) * K
+    PART: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    DTYPE: tl.constexpr = ACC if INTERPRET else weight.dtype.element_ty
+    pid = tl.program_id(0)
+    group = pid // COLUMNS % (C // CG)
+    tile = pid // (COLUMNS * (C // CG))
+    n = (tile // tl.cdiv(Q, BM)).to(tl.int64)
+    q = tile % tl.cdiv(Q, BM) * BM + tl.arange(0, BM)
+    clamped = tl.minimum(q, Q - 1)  # a position too many repeats the last: its loads need no mask
+    co = pid % COLUMNS * BN + tl.arange(0, BN)
+    counts = co < COG
+    co += group * COG
+    input += n * H * W * C
+    offset += n * o_n
+    modulation += n * a_n
+    weight += (co * (K * CG))[:, None]
+    begin = tl.program_id(1) * PART
+    end = tl.minimum(begin + PART, STEPS)
+    v00, v01, v10, v11, c00, c01, c10, c11 = _corners(
+        input, offset, modulation, clamped, group, begin, H, W, WO, o_c, o_q, a_c, a_q,
+        C, CG, CD, RUN, BK, K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
+    )  # fmt: skip
+    sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC).to(DTYPE)
+    acc = tl.zeros([BM, BN], ACC)
+    for i in range(begin + 1, end):  # a step ahead: corners are on their way during the product
+        v00, v01, v10, v11, c00, c01, c10, c11 = _corners(
+            input, offset, modulation, clamped, group, i, H, W, WO, o_c, o_q, a_c, a_q,
+            C, CG, CD, RUN, BK, K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
+        )  # fmt: skip
+        filters = _filters(weight, counts, i - 1, CG, RUN, BK, K)
+        acc = _multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
+        sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC).to(DTYPE)
+    filters = _filters(weight, counts, end - 1, CG, RUN, BK, K)
+    acc = _multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
+    n += tl.program_id(1).to(tl.int64) * N
+    _store(out, bias, acc, n, q, co, q < Q, counts, Q, CO, BIAS, LAST, COG % BN == 0, ROW)
+
+
+@triton.jit(do_not_specialize=["N", "Q_UNITS"])
+def merge(
+    parts, bias, out, N, Q_UNITS,
+    CO: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, Q_ALIGN: tl.constexpr,
+    ROW: tl.constexpr, ACC: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The sum of SPLITS channels-last outputs."""
+    Q = Q_UNITS * Q_ALIGN
+    n = (tl.program_id(0) // tl.cdiv(Q, BM)).to(tl.int64)
+    q = tl.program_id(0) % tl.cdiv(Q, BM) * BM + tl.arange(0, BM)
+    co = tl.program_id(1) * BN + tl.arange(0, BN)
+    live = q < Q
+    counts = co < CO
+    acc = tl.zeros([BM, BN], ACC)
+    for part in range(SPLITS):
+        at = parts + (part * N + n) * Q * CO + (q.to(ROW) * CO)[:, None] + co[None, :]
+        acc += tl.load(at, mask=sides(live, counts, CO % BN == 0), other=0)
+    _store(out, bias, acc, n, q, co, live, counts, Q, CO, BIAS, LAST, CO % BN == 0, ROW)
+
+
+@triton.jit(do_not_specialize=["LINES", "W_UNITS", "H", "W", "WO", "o_n", "a_n"])
+def resample(
+    input, offset, modulation, out,
+    LINES, W_UNITS, H, W, WO, o_n, o_c, o_q, a_n, a_c, a_q,
+    C: tl.constexpr, CD: tl.constexpr, K: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    MODULATED: tl.constexpr, W_ALIGN: tl.constexpr, ROW: tl.constexpr, POS: tl.constexpr,
+    ACC: tl.constexpr, INTERPRET: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Columns [N, C, Ho*kh, Wo*kw]: a tile is of one of its lines, oy*kh + ky."""
+    n, line, j, live, q, k = _in_line(LINES, W_UNITS * W_ALIGN, WO, K, KW, BJ)
+    g = tl.program_id(1) // tl.cdiv(CD, BC)
+    c = tl.program_id(1) % tl.cdiv(CD, BC) * BC + tl.arange(0, BC)
+    counts = c < CD
+    c += g * CD
+    row, fx, fy, m00, m01, m10, m11, a = tap(
+        offset + n * o_n, modulation + n * a_n, q, g, k, H, W, WO, o_c, o_q, a_c, a_q, live,
+        K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
+    )  # fmt: skip
+    c00, c01, c10, c11 = scaled(fx, fy, a, m00, m01, m10, m11)
+    v00, v01, v10, v11 = load_corners(
+        input + n * H * W * C, row, c, m00, m01, m10, m11, counts, W, C, CD % BC == 0
+    )
+    at = _in_columns(out, n, c, line, j, C, LINES, W_UNITS * W_ALIGN, ROW)
+    sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC)
+    tl.store(at, sample, mask=sides(live, counts, CD % BC == 0))
+
+
+@triton.jit(do_not_specialize=["LINES", "W_UNITS", "WO", "first", "part", "image", "top", "lines"])
+def unfold(
+    grad, columns, LINES, W_UNITS, WO, first, part, image, top, lines,
+    C: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, W_ALIGN: tl.constexpr, ROW: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """[N, C, Ho*kh, Wo*kw] as [positions, kh*kw, C]: `part` positions from `first` on in each image.
+
+    They touch `lines` lines from `top` on.
+    """
+    n, line, j, live, q, k = _in_line(lines, W_UNITS * W_ALIGN, WO, K, KW, BJ)
+    q += top // (K // KW) * WO - first
+    live = live & (q >= 0) & (q < part)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    both = sides(live, c < C, C % BC == 0)
+    at = _in_columns(grad, image + n, c, line + top, j, C, LINES, W_UNITS * W_ALIGN, ROW)
+    to = columns + (((n * part + q) * K + k) * C)[:, None] + c[None, :]
+    tl.store(to, tl.load(at, mask=both, other=0), mask=both)
+
+
+@triton.jit
+def _in_line(lines, width, WO, K: tl.constexpr, KW: tl.constexpr, BJ: tl.constexpr):
+    """A program's image, line of the columns and places in it, and their positions and taps."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(width, BJ)
+    n = (pid // blocks // lines).to(tl.int64)
+    line = pid // blocks % lines
+    j = pid % blocks * BJ + tl.arange(0, BJ)
+    clamped = tl.minimum(j, width - 1)
+    q = line // (K // KW) * WO + clamped // KW
+    return n, line, j, j < width, q, line % (K // KW) * KW + clamped % KW
+
+
+@triton.jit
+def _in_columns(columns, n, c, line, j, C: tl.constexpr, lines, width, ROW: tl.constexpr):
+    """Addresses [j, c] in columns [N, C, lines, width]."""
+    plane = lines.to(ROW) * width
+    at = columns + n * C * plane + (line.to(ROW) * width + j)[:, None]
+    return at + (c.to(ROW) * plane)[None, :]
+
+
+@triton.jit(do_not_specialize=["R_UNITS", "S_UNITS"])
+def transpose(
+    source, target, R_UNITS, S_UNITS,
+    R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """[batch, R, S] to [batch, S, R]."""
+    R = R_UNITS * R_ALIGN
+    S = S_UNITS * S_ALIGN
+    pid = tl.program_id(0)
+    r = pid // tl.cdiv(S, BS) * BR + tl.arange(0, BR)
+    s = pid % tl.cdiv(S, BS) * BS + tl.arange(0, BS)
+    start = tl.program_id(1).to(tl.int64) * R * S
+    counts = (r < R)[:, None] & (s < S)[None, :]
+    x = tl.load(source + start + r.to(tl.int64)[:, None] * S + s[None, :], mask=counts)
+    at = target + start + s.to(tl.int64)[:, None] * R + r[None, :]
+    tl.store(at, tl.trans(x), mask=tl.trans(counts))
+
+
+# Launchers
+
+
+class Geometry(NamedTuple):
+    """How the taps of a kernel lie, (height, width) each."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    def constants(self) -> dict[str, int]:
+        """Of the kernels: what a model fixes."""
+        (kh, kw), (sh, sw), (ph, pw), (dh, dw) = self
+        steps = {"SH": sh, "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw}
+        return {"K": kh * kw, "KW": kw, **steps}
+
+
+def deform_conv(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+) -> Tensor:
+    """The columns multiplied with `weight` [Co, C/groups, kh, kw], never stored; rounded once."""
+    (n, c, h, w), (co, cg, *kernel), (ho, wo) = input.shape, weight.shape, offset.shape[2:]
+    last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
+    form = torch.channels_last if last else torch.contiguous_format
+    size = (n, co, ho, wo)
+    out = torch.empty(size, dtype=input.dtype, device=input.device, memory_format=form)
+    if out.numel() == 0:
+        return out
+    if input.numel() == 0:
+        return out.zero_() if bias is None else out.copy_(bias.view(1, co, 1, 1).expand_as(out))
+    geometry = Geometry(kernel, stride, padding, dilation)
+    sizes = channel_sizes(c, co, cg, offset.shape[1] // (2 * kernel[0] * kernel[1]))
+    choices = options(input, offset, out)
+    q, align = ho * wo, alignment(ho * wo)
+    exact = precision(input.dtype)
+    tile = forward_tile(
+        n, q, kernel[0] * kernel[1], sizes, exact, input.dtype, input.device
+    )
+    splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
+    blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
+    end = {"BIAS": bias is not None, "LAST": last}
+    with _device_of(input):
+        target = out if splits == 1 else out.new_empty(splits, *size, dtype=accumulator(out.dtype))
+        shifts, modulation = offset.flatten(2), None if mask is None else mask.flatten(2)
+        given = shifts if modulation is None else modulation
+        convolve[(blocks, splits)](
+            channels_last(input), shifts, given, channels_last(weight), bias, target,
+            n, q // align, h, w, wo, *shifts.stride(), *given.stride(),
+            **sizes, **geometry.constants(), MODULATED=mask is not None, Q_ALIGN=align,
+            **(end if splits == 1 else {"BIAS": False, "LAST": True}),
+            PRECISION=exact, **choices, **tile,
+        )  # fmt: skip
+        if splits > 1:
+            rule = merge_tile(co)
+            merge[(triton.cdiv(q, rule["BM"]) * n, triton.cdiv(co, rule["BN"]))](
+                target, bias, out, n, q // align, CO=co, **end, Q_ALIGN=align, SPLITS=splits,
+                ROW=choices["ROW"], ACC=choices["ACC"], **rule,
+            )  # fmt: skip
+    return out
+
+
+def deform_columns(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    kernel: Pair,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+) -> Tensor:
+    """The resampled features [N, C, Ho*kh, Wo*kw]."""
+    (n, c, h, w), (ho, wo), (kh, kw) = input.shape, offset.shape[2:], kernel
+    out = torch.empty(n, c, ho * kh, wo * kw, dtype=input.dtype, device=input.device)
+    if out.numel() == 0:
+        return out
+    if input.numel() == 0:
+        return out.zero_()
+    geometry = Geometry(kernel, stride, padding, dilation)
+    per_group = c * 2 * kh * kw // offset.shape[1]
+    tile = columns_tile(wo * kw, per_group, input.element_size())
+    align = alignment(wo * kw)
+    grid = (
+        n * ho * kh * triton.cdiv(wo * kw, tile["BJ"]),
+        c // per_group * triton.cdiv(per_group, tile["BC"]),
+    )
+    with _device_of(input):
+        shifts, modulation = offset.flatten(2), None if mask is None else mask.flatten(2)
+        given = shifts if modulation is None else modulation
+        resample[grid](
+            channels_last(input), shifts, given, out,
+            ho * kh, wo * kw // align, h, w, wo, *shifts.stride(), *given.stride(),
+            C=c, CD=per_group, **geometry.constants(), MODULATED=mask is not None, W_ALIGN=align,
+            **options(input, offset, out), **tile,
+        )  # fmt: skip
+    return out
+
+
+def channel_sizes(
+    channels: int, outputs: int, per_group: int, deformable_groups: int
+) -> dict[str, int]:
+    """How channels fall into groups, deformable groups and runs: constants of the kernels."""
+    deformed = channels // deformable_groups
+    return {
+        "C": channels, "CO": outputs, "CG": per_group, "COG": outputs * per_group // channels,
+        "CD": deformed, "RUN": math.gcd(per_group, deformed),
+    }  # fmt: skip
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """`x` [N, C, H, W] with adjacent channels."""
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return x
+    if not x.is_contiguous():
+        return x.contiguous(memory_format=torch.channels_last)
+    out = torch.empty_like(x, memory_format=torch.channels_last)
+    transposed(x, out, x.shape[0], x.shape[1], x.shape[2] * x.shape[3])
+    return out
+
+
+def transposed(source: Tensor, target: Tensor, batch: int, rows: int, columns: int) -> None:
+    """Write [batch, rows, columns] in `source` as [batch, columns, rows] to `target`."""
+    tile = transpose_tile(rows, columns)
+    r, s = alignment(rows), alignment(columns)
+    blocks = triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
+    for first in range(0, batch, 65535):  # the most that a grid's second axis holds
+        last = min(first + 65535, batch)
+        transpose[(blocks, last - first)](
+            source[first:last], target[first:last], rows // r, columns // s,
+            R_ALIGN=r, S_ALIGN=s, **tile,
+        )  # fmt: skip
+
+
+def alignment(size: int) -> int:
+    """The largest power of two, up to 16, that divides `size`: so far vector accesses can reach."""
+    return math.gcd(size, 16)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 factors are multiplied: as PyTorch is told to multiply its own."""
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if dtype == torch.float32 and allowed else "ieee"
+
+
+def options(input: Tensor, offset: Tensor, *others: Tensor) -> dict[str, object]:
+    """Types of a kernel: places in one image are int32 unless an operand extends farther."""
+    far = sum((n - 1) * s for n, s in zip(offset.shape[1:], offset.stride()[1:], strict=True))
+    far = max(far, *(x[:1].numel() for x in (input, *others)))
+    return {
+        "ROW": tl.int64 if far >= 2**31 - 2**16 else tl.int32,
+        "POS": tl.float64 if offset.dtype == torch.float64 else tl.float32,
+        "ACC": tl.float64 if input.dtype == torch.float64 else tl.float32,
+        "INTERPRET": INTERPRET,
+    }
+
+
+# Tuning rules
+
+
+def forward_tile(
+    images: int,
+    positions: int,
+    taps: int,
+    sizes: dict[str, int],
+    precision: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, int]:
+    """Positions, output channels and summed channels of a tile, and the programs that share one.
+
+    With tensor cores, as many outputs as registers hold, because every tile gathers anew: one
+    program fills a multiprocessor. Without, small tiles, of which four run at a time.
+    """
+    outputs, run = triton.next_power_of_2(sizes["COG"]), triton.next_power_of_2(sizes["RUN"])
+    if dtype in (torch.float16, torch.bfloat16) or precision == "tf32":
+        bm, bn, bk = 128, min(max(outputs, 16), 256), min(max(run, 16), 128 // dtype.itemsize)
+        resident, warps, stages = 1, 8, 3
+    else:
+        bm, bn, bk = 64, min(max(outputs, 16), 64), 16
+        resident, warps, stages = 4, bn // 16, 2
+    programs = triton.cdiv(positions, bm) * images * triton.cdiv(sizes["COG"], bn)
+    programs *= sizes["C"] // sizes["CG"]
+    steps = sizes["CG"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], bk) * taps
+    splits = max(1, min(resident * multiprocessors(device) // programs, steps // 4, 8))
+    splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none without a step
+    tile = {"SPLITS": splits, "BM": bm, "BN": bn, "BK": bk}
+    return {**tile, "num_warps": warps, "num_stages": stages}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def merge_tile(outputs: int) -> dict[str, int]:
+    """Positions and output channels."""
+    return {"BM": 32, "BN": min(triton.next_power_of_2(outputs), 64), "num_warps": 4}
+
+
+def columns_tile(width: int, channels: int, element: int) -> dict[str, int]:
+    """Places in a line of the columns, and channels: 128 bytes of a pixel."""
+    bc = min(triton.next_power_of_2(channels), 128 // element)
+    return {"BJ": min(triton.next_power_of_2(width), 64), "BC": bc, "num_warps": 4}
+
+
+def transpose_tile(rows: int, columns: int) -> dict[str, int]:
+    return {"BR": 64, "BS": 64, "num_warps": 4}
+
+
+def differentiate_tile(channels: int, element: int) -> dict[str, int]:
+    """Positions and channels: 128 bytes of a pixel, 16 for a thread."""
+    bc = min(triton.next_power_of_2(channels), 128 // element)
+    return {"BM": 2048 // (128 // element * element), "BC": bc, "num_warps": 4}
+
+
+def collect_tile(channels: int, element: int) -> dict[str, int]:
+    """Pixels that a program goes through, samples and channels that it adds at a time."""
+    return {
+        "BP": 4, "BE": 128 // element, "BC": min(triton.next_power_of_2(channels), 64),
+        "num_warps": 1,
+    }  # fmt: skip

@@ -1,0 +1,99 @@
+"""The GPU kernels compile for NVIDIA GPUs, though none is present, and are launched as planned."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+ARCH = int(sys.argv[1])
+
+
+class Device:  # answers for a GPU that is not there: enough to compile for it
+    def get_current_target(self):
+        return GPUTarget("cuda", ARCH, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+
+driver.set_active(Device())
+compile_only, passed, compiled = JITFunction.run, [], []
+
+
+class Compiled:
+    def __getitem__(self, grid):
+        assert len(grid) == 3
+        return lambda *args: passed.append(args)
+
+
+def run(self, *args, grid, warmup, **kwargs):
+    compiled.append((self.__name__, compile_only(self, *args, grid=grid, warmup=True, **kwargs)))
+    binder = self.device_caches[0][4]
+    bound, _, _ = binder(*args, **kwargs, debug=False, instrumentation_mode="")
+    passed.append(tuple(bound.values()))
+    return Compiled()
+
+
+JITFunction.run = run
+from pliant.kernels.triton import launch
+from pliant.sampling.problem import Policy
+
+for policy, dtype, g, k, d, v, r, p in (
+    (Policy("unit", "bilinear", "zero"), torch.float32, 8, 1, 32, 4, 1, 4),
+    (Policy("unit", "bilinear", "zero"), torch.float16, 8, 1, 37, 2, 1, 3),
+    (Policy("unit", "bilinear", "zero"), torch.float64, 2, 1, 16, 1, 1, 1),
+    (Policy("unit", "bilinear", "skip"), torch.bfloat16, 1, 8, 32, 6, 4, 13),
+    (Policy("pixel", "nearest", "clamp"), torch.float32, 4, 1, 64, 1, 1, 15),
+):
+    value, loc = torch.zeros(1, 400, g, k, d, dtype=dtype), torch.zeros(1, 30, g, v, p, 2)
+    weight = torch.zeros(1, 30, g, v, p, r, k, dtype=dtype)
+    maps = torch.zeros(v, r, 2, dtype=torch.int64), torch.zeros(v, r, dtype=torch.int64)
+    args = (value, *maps, loc, weight, policy)
+    for step in (
+        lambda: launch.sample_sum(*args),
+        lambda: launch.sample_sum_backward(torch.zeros(1, 30, g, k, d), *args, [True] * 3),
+    ):
+        passed.clear()
+        step()  # through Triton, which compiles
+        step()  # the compiled kernel, with arguments of our own making
+        by_triton, by_us = passed
+        assert len(by_triton) == len(by_us)
+        for theirs, ours in zip(by_triton, by_us):
+            assert isinstance(ours, torch.Tensor) or theirs == ours, (theirs, ours)
+    torch.use_deterministic_algorithms(True)
+    launch.sample_sum_backward(torch.zeros(1, 30, g, k, d), *args, [True] * 3)
+    torch.use_deterministic_algorithms(False)
+
+assert {name for name, _ in compiled} == {"by_query", "by_point", "scatter", "collect"}
+assert all(f".target sm_{ARCH}" in kernel.asm["ptx"] for _, kernel in compiled)
+fast = next(kernel for name, kernel in compiled if name == "by_point")
+assert "red.global" in fast.asm["ptx"] or "atom.global" in fast.asm["ptx"]
+print(len(compiled), "kernels")
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_and_are_launched_as_triton_would(arch, tmp_path):
+    import os
+
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = tmp_path / "compile.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(arch)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("kernels\n")

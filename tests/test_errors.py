@@ -1,0 +1,315 @@
+# ruff: noqa: E501  (messages stand here whole)
+"""Bad input: each message by its whole text, and nothing is computed before it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import pliant
+from pliant.sampling import ops
+
+ATTN, GEO = "multi_scale_deformable_attn", "geometric_kernel_attention"
+AGG, CONV, COLS = "deformable_aggregation", "deform_conv2d", "deform_columns"
+DTYPES = "float32, float64, float16, bfloat16"
+
+
+def attention(**changes: object) -> Callable[[], Tensor]:
+    arguments = {
+        "value": torch.rand(2, 26, 3, 4),
+        "spatial_shapes": [(4, 5), (2, 3)],
+        "level_start_index": [0, 20],
+        "sampling_locations": torch.rand(2, 7, 3, 2, 5, 2),
+        "attention_weights": torch.rand(2, 7, 3, 2, 5),
+    }
+    return lambda: pliant.multi_scale_deformable_attn(**{**arguments, **changes})
+
+
+def geometric(**changes: object) -> Callable[[], Tensor]:
+    arguments = {
+        "value": torch.rand(2, 26, 3, 4),
+        "spatial_shapes": [(4, 5), (2, 3)],
+        "level_start_index": [0, 20],
+        "sampling_locations": torch.rand(2, 7, 3, 2, 5, 2),
+        "attention_weights": torch.rand(2, 7, 3, 2, 5),
+    }
+    return lambda: pliant.geometric_kernel_attention(**{**arguments, **changes})
+
+
+def aggregation(**changes: object) -> Callable[[], Tensor]:
+    arguments = {
+        "feature_maps": torch.rand(2, 26, 12),
+        "spatial_shape": [[(4, 5), (2, 3)]],
+        "scale_start_index": [[0, 20]],
+        "sample_locations": torch.rand(2, 7, 5, 1, 2),
+        "weight": torch.rand(2, 7, 5, 1, 2, 4),
+    }
+    return lambda: pliant.deformable_aggregation(**{**arguments, **changes})
+
+
+def convolution(**changes: object) -> Callable[[], Tensor]:
+    arguments = {
+        "input": torch.rand(2, 6, 5, 4),
+        "offset": torch.rand(2, 36, 5, 5),
+        "weight": torch.rand(4, 3, 3, 2),
+        "bias": torch.rand(4),
+        "padding": 1,
+        "mask": torch.rand(2, 18, 5, 5),
+    }
+    return lambda: pliant.deform_conv2d(**{**arguments, **changes})
+
+
+def columns(**changes: object) -> Callable[[], Tensor]:
+    arguments = {
+        "input": torch.rand(2, 6, 5, 4),
+        "offset": torch.rand(2, 36, 5, 5),
+        "kernel_size": (3, 2),
+        "mask": torch.rand(2, 18, 5, 5),
+    }
+    return lambda: pliant.deform_columns(**{**arguments, **changes})
+
+
+meta = {"device": "meta"}
+CASES = {
+    "rank": (
+        attention(sampling_locations=torch.rand(2, 7, 3, 2, 2)),
+        ValueError,
+        f"{ATTN}: sampling_locations must have shape [B, Q, H, L, P, 2] = [2, 7, 3, 2, 5, 2], got [2, 7, 3, 2, 2]",
+    ),
+    "value-rank": (
+        attention(value=torch.rand(26, 3, 4)),
+        ValueError,
+        f"{ATTN}: value must have shape [B, S, H, D], got [26, 3, 4]",
+    ),
+    "heads-differ": (
+        attention(attention_weights=torch.rand(2, 7, 4, 2, 5)),
+        ValueError,
+        f"{ATTN}: attention_weights must have shape [B, Q, H, L, P] = [2, Q, 3, L, P], got [2, 7, 4, 2, 5]",
+    ),
+    "levels-differ": (
+        attention(spatial_shapes=[(4, 5)], level_start_index=[0]),
+        ValueError,
+        f"{ATTN}: spatial_shapes must have L = 2 as sampling_locations has, got 1",
+    ),
+    "starts-differ": (
+        attention(level_start_index=[0]),
+        ValueError,
+        f"{ATTN}: level_start_index must have shape [L] = [2], got [1]",
+    ),
+    "shapes-not-pairs": (
+        attention(spatial_shapes=[(4, 5, 1), (2, 3, 1)]),
+        ValueError,
+        f"{ATTN}: spatial_shapes must have shape [L, 2], got [2, 3]",
+    ),
+    "shapes-ragged": (
+        attention(spatial_shapes=[(4, 5), (2,)]),
+        ValueError,
+        f"{ATTN}: spatial_shapes must have rows of one length, got [(4, 5), (2,)]",
+    ),
+    "value-dtype": (
+        attention(value=torch.ones(2, 26, 3, 4, dtype=torch.int64)),
+        TypeError,
+        f"{ATTN}: value must have one of the dtypes {DTYPES}, got int64",
+    ),
+    "locations-dtype": (
+        attention(sampling_locations=torch.ones(2, 7, 3, 2, 5, 2, dtype=torch.int32)),
+        TypeError,
+        f"{ATTN}: sampling_locations must have one of the dtypes {DTYPES}, got int32",
+    ),
+    "weights-dtype": (
+        attention(attention_weights=torch.ones(2, 7, 3, 2, 5, dtype=torch.bool)),
+        TypeError,
+        f"{ATTN}: attention_weights must have one of the dtypes {DTYPES}, got bool",
+    ),
+    "not-a-tensor": (
+        attention(value=[1.0]),
+        TypeError,
+        f"{ATTN}: value must be a torch.Tensor, got list",
+    ),
+    "device": (
+        attention(attention_weights=torch.rand(2, 7, 3, 2, 5, **meta)),
+        ValueError,
+        f"{ATTN}: attention_weights must be on the device of value, cpu, got meta",
+    ),
+    "shapes-float-tensor": (
+        attention(spatial_shapes=torch.tensor([(4.0, 5.0), (2.0, 3.0)])),
+        TypeError,
+        f"{ATTN}: spatial_shapes must be int32 or int64, got float32",
+    ),
+    "shapes-float": (
+        attention(spatial_shapes=[(4, 5), (2, 3.5)]),
+        TypeError,
+        f"{ATTN}: spatial_shapes must hold integers (an int32 or int64 tensor, or Python ints), got [(4, 5), (2, 3.5)]",
+    ),
+    "shapes-negative": (
+        attention(spatial_shapes=torch.tensor([(4, 5), (-2, 3)])),
+        ValueError,
+        f"{ATTN}: spatial_shapes[1] must be (height, width) >= 0, got (-2, 3)",
+    ),
+    "starts-negative": (
+        attention(level_start_index=torch.tensor([-1, 20])),
+        ValueError,
+        f"{ATTN}: level_start_index[0] must be >= 0, got -1",
+    ),
+    "overrun": (
+        attention(level_start_index=torch.tensor([0, 21], dtype=torch.int32)),
+        ValueError,
+        f"{ATTN}: the map of spatial_shapes[1] = (2, 3) from row 21 on must end within the 26 rows of value, got 27",
+    ),
+    "overrun-without-starts": (
+        attention(spatial_shapes=[(4, 5), (3, 3)], level_start_index=None),
+        ValueError,
+        f"{ATTN}: the map of spatial_shapes[1] = (3, 3) from row 20 on must end within the 26 rows of value, got 29",
+    ),
+    "impl": (
+        attention(impl="cuda"),
+        ValueError,
+        f"{ATTN}: impl must be None, 'reference', 'cpu' or 'triton', got 'cuda'",
+    ),
+    "geometric-rank": (
+        geometric(sampling_locations=torch.rand(2, 7, 3, 2, 5, 3)),
+        ValueError,
+        f"{GEO}: sampling_locations must have shape [B, Q, H, L, P, 2] = [2, 7, 3, 2, 5, 2], got [2, 7, 3, 2, 5, 3]",
+    ),
+    "geometric-dtype": (
+        geometric(sampling_locations=torch.ones(2, 7, 3, 2, 5, 2, dtype=torch.uint8)),
+        TypeError,
+        f"{GEO}: sampling_locations must have one of the dtypes {DTYPES}, int32, int64, got uint8",
+    ),
+    "aggregation-groups": (
+        aggregation(weight=torch.rand(2, 7, 5, 1, 2, 5)),
+        ValueError,
+        f"{AGG}: the groups G of weight must divide the channels C of feature_maps = 12, got 5",
+    ),
+    "aggregation-no-groups": (
+        aggregation(weight=torch.rand(2, 7, 5, 1, 2, 0)),
+        ValueError,
+        f"{AGG}: the groups G of weight must divide the channels C of feature_maps = 12, got 0",
+    ),
+    "aggregation-cameras": (
+        aggregation(spatial_shape=[[(2, 3), (1, 1)]] * 2, scale_start_index=None),
+        ValueError,
+        f"{AGG}: spatial_shape must have cam = 1 as sample_locations has, got 2",
+    ),
+    "aggregation-scales": (
+        aggregation(spatial_shape=[[(2, 3)]], scale_start_index=None),
+        ValueError,
+        f"{AGG}: spatial_shape must have scale = 2 as weight has, got 1",
+    ),
+    "aggregation-overrun": (
+        aggregation(scale_start_index=[[0, 24]]),
+        ValueError,
+        f"{AGG}: the map of spatial_shape[0][1] = (2, 3) from row 24 on must end within the 26 rows of feature_maps, got 30",
+    ),
+    "aggregation-points": (
+        aggregation(sample_locations=torch.rand(2, 7, 6, 1, 2)),
+        ValueError,
+        f"{AGG}: sample_locations must have shape [B, A, P, cam, 2] = [2, 7, 5, 1, 2], got [2, 7, 6, 1, 2]",
+    ),
+    "conv-offset-channels": (
+        convolution(offset=torch.rand(2, 35, 5, 5)),
+        ValueError,
+        f"{CONV}: offset must have a multiple of 2 * kh * kw = 12 channels, got 35",
+    ),
+    "conv-offset-size": (
+        convolution(offset=torch.rand(2, 36, 5, 4), mask=None),
+        ValueError,
+        f"{CONV}: offset must have the output's size [Ho, Wo] = [5, 5], got [5, 4]",
+    ),
+    "conv-mask": (
+        convolution(mask=torch.rand(2, 12, 5, 5)),
+        ValueError,
+        f"{CONV}: mask must have shape [N, dg*kh*kw, Ho, Wo] = [2, 18, 5, 5], got [2, 12, 5, 5]",
+    ),
+    "conv-groups": (
+        convolution(weight=torch.rand(4, 4, 3, 2)),
+        ValueError,
+        f"{CONV}: the channels C/groups of weight must divide the channels C of input = 6, got 4",
+    ),
+    "conv-output-groups": (
+        convolution(weight=torch.rand(5, 3, 3, 2), bias=None),
+        ValueError,
+        f"{CONV}: the groups C / (C/groups) must divide the output channels Co of weight = 5, got 2",
+    ),
+    "conv-deformable-groups": (
+        convolution(offset=torch.rand(2, 48, 5, 5), mask=None),
+        ValueError,
+        f"{CONV}: the deformable groups dg of offset must divide the channels C of input = 6, got 4",
+    ),
+    "conv-bias": (
+        convolution(bias=torch.rand(3)),
+        ValueError,
+        f"{CONV}: bias must have shape [Co] = [4], got [3]",
+    ),
+    "conv-weight-dtype": (
+        convolution(weight=torch.rand(4, 3, 3, 2, dtype=torch.float64)),
+        TypeError,
+        f"{CONV}: weight must have the dtype of input, float32, got float64",
+    ),
+    "conv-stride": (
+        convolution(stride=0),
+        ValueError,
+        f"{CONV}: stride must be at least 1, got 0",
+    ),
+    "conv-padding": (
+        convolution(padding=(1, -1)),
+        ValueError,
+        f"{CONV}: padding must be at least 0, got (1, -1)",
+    ),
+    "conv-dilation": (
+        convolution(dilation=1.5),
+        TypeError,
+        f"{CONV}: dilation must be an int or two ints (height, width), got 1.5",
+    ),
+    "conv-rank": (
+        convolution(input=torch.rand(6, 5, 4)),
+        ValueError,
+        f"{CONV}: input must have shape [N, C, H, W], got [6, 5, 4]",
+    ),
+    "columns-offset": (
+        columns(offset=torch.rand(3, 36, 5, 5)),
+        ValueError,
+        f"{COLS}: offset must have shape [N, 2*dg*kh*kw, Ho, Wo] = [2, 2*dg*kh*kw, Ho, Wo], got [3, 36, 5, 5]",
+    ),
+    "columns-kernel": (
+        columns(kernel_size=(3, 2, 1)),
+        TypeError,
+        f"{COLS}: kernel_size must be an int or two ints (height, width), got (3, 2, 1)",
+    ),
+    "columns-impl": (
+        columns(impl="numpy"),
+        ValueError,
+        f"{COLS}: impl must be None, 'reference', 'cpu' or 'triton', got 'numpy'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_says_what_is_wrong_before_anything_is_computed(case: str) -> None:
+    call, kind, message = CASES[case]
+    with ops.record() as calls, pytest.raises(kind) as error:
+        call()
+    assert str(error.value) == message
+    assert type(error.value) is kind
+    assert calls == []
+
+
+@pytest.mark.parametrize("good", [attention, geometric, aggregation, convolution, columns])
+def test_the_cases_are_bad_only_by_their_change(good: Callable[..., Callable[[], Tensor]]) -> None:
+    assert good()().isfinite().all()
+
+
+def test_device_metadata_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a device whose metadata are not read by default")
+    shapes = torch.tensor([(4, 5), (20, 3)], device="cuda")
+    tensors = {
+        "value": torch.rand(2, 26, 3, 4).cuda(),
+        "sampling_locations": torch.rand(2, 7, 3, 2, 5, 2).cuda(),
+        "attention_weights": torch.rand(2, 7, 3, 2, 5).cuda(),
+    }
+    attention(spatial_shapes=shapes, level_start_index=None, **tensors)()
+    monkeypatch.setenv("PLIANT_CHECK", "1")
+    with pytest.raises(ValueError, match="must end within the 26 rows"):
+        attention(spatial_shapes=shapes, level_start_index=None, **tensors)()

@@ -1,0 +1,276 @@
+"""The operators as PyTorch sees them: registration, transforms, compilation, choice of kernel."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import pliant
+from pliant.sampling import ops
+from pliant.testing import impls
+
+SIZES = [(4, 5), (2, 3)]
+IMPLS = impls("cpu")
+
+
+def _problem(
+    operator: str, dtype: torch.dtype = torch.float64
+) -> tuple[list[torch.Tensor], object]:
+    """Differentiable tensors of a small problem, and a function of them that takes `impl`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.rand(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    if operator == "deformable_aggregation":
+        tensors = [draw(2, 26, 12), draw(2, 5, 3, 1, 2), draw(2, 5, 3, 1, 2, 4)]
+        return tensors, lambda f, x, w, impl=None: pliant.deformable_aggregation(
+            f, [SIZES], None, x, w, impl=impl
+        )
+    if operator in ("multi_scale_deformable_attn", "geometric_kernel_attention"):
+        function = getattr(pliant, operator)
+        tensors = [draw(2, 26, 3, 4), draw(2, 5, 3, 2, 2, 2), draw(2, 5, 3, 2, 2)]
+        return tensors, lambda v, x, w, impl=None: function(v, SIZES, None, x, w, impl=impl)
+    tensors = [draw(2, 6, 5, 4), draw(2, 36, 3, 4) * 4 - 2, draw(2, 18, 3, 4)]
+    if operator == "deform_columns":
+        return tensors, lambda x, o, m, impl=None: pliant.deform_columns(
+            x, o, (3, 2), (2, 1), 1, (1, 2), m, impl=impl
+        )
+    tensors += [draw(4, 3, 3, 2), draw(4)]
+    return tensors, lambda x, o, m, w, b, impl=None: pliant.deform_conv2d(
+        x, o, w, b, (2, 1), 1, (1, 2), m, impl=impl
+    )
+
+
+OPERATORS = [
+    "multi_scale_deformable_attn",
+    "deformable_aggregation",
+    "geometric_kernel_attention",
+    "deform_columns",
+    "deform_conv2d",
+]
+
+
+def _gradients(function, tensors, grad=None):  # type: ignore[no-untyped-def]
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    grad = torch.ones_like(out) if grad is None else grad
+    return out.detach(), torch.autograd.grad(out, leaves, grad, allow_unused=True)
+
+
+def _registered_calls(operator: str, impl: str) -> list[tuple[object, tuple[object, ...]]]:
+    """The registered operator and its backward with the arguments of a public function's call."""
+    tensors, function = _problem(operator)
+    calls: list[tuple[object, tuple[object, ...]]] = []
+    known = {"deform_columns": ops.deform_columns, "deform_conv2d": ops.deform_conv}
+    op = known.get(operator, ops.sample_sum)
+    original = type(op).__call__
+
+    def spy(self, *args):  # type: ignore[no-untyped-def]
+        fresh = [
+            a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a
+            for a in args
+        ]
+        out = original(self, *args)
+        needs = [args[i] is not None for i in self.differentiable]
+        calls.append((self.forward, tuple(fresh)))
+        calls.append((self.backward, (torch.ones_like(out), *fresh, needs)))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(op), "__call__", spy)
+        function(*tensors, impl=impl)  # type: ignore[operator]
+    return calls
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck_passes_for_every_registered_operator(operator: str, impl: str) -> None:
+    calls = _registered_calls(operator, impl)
+    assert len(calls) == 2
+    for op, args in calls:
+        torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compile_fullgraph_forward_and_backward(operator: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    tensors, function = _problem(operator, torch.float32)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    out, grads = _gradients(function, tensors)
+    got, got_grads = _gradients(compiled, tensors)
+    torch.testing.assert_close(got, out)
+    for a, b in zip(got_grads, grads, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("starts", ["tensor", "none"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph_with_shapes_as_tensors(starts: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    tensors, function = _problem("multi_scale_deformable_attn", torch.float32)
+    shapes = torch.tensor(SIZES)
+    first = torch.tensor([0, 20]) if starts == "tensor" else None
+
+    def model(value, locations, weights):  # type: ignore[no-untyped-def]
+        return pliant.multi_scale_deformable_attn(value, shapes, first, locations, weights)
+
+    out, grads = _gradients(function, tensors)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    got, got_grads = _gradients(compiled, tensors)
+    torch.testing.assert_close(got, out)
+    torch.testing.assert_close(got_grads, grads)
+
+
+def test_compile_with_inductor_and_changing_sizes() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda v, h, w, x, a: pliant.multi_scale_deformable_attn(v, [(h, w)], None, x, a).relu(),
+        fullgraph=True,
+        dynamic=True,
+    )
+    for h, w in ((4, 5), (6, 3), (7, 7)):
+        value = torch.rand(1, h * w, 2, 8, requires_grad=True)
+        locations, weights = torch.rand(1, 3, 2, 1, 4, 2), torch.rand(1, 3, 2, 1, 4)
+        out = compiled(value, h, w, locations, weights)
+        expected = pliant.multi_scale_deformable_attn(value, [(h, w)], None, locations, weights)
+        torch.testing.assert_close(out, expected.relu())
+        grads = [torch.autograd.grad(y.sum(), value)[0] for y in (out, expected.relu())]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_func_grad_and_vmap(operator: str, impl: str) -> None:
+    tensors, function = _problem(operator)
+    total = lambda *args: function(*args, impl=impl).pow(2).sum()  # noqa: E731
+    places = [i for i in range(len(tensors)) if (operator, i) != ("geometric_kernel_attention", 1)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(total(*leaves), [leaves[i] for i in places])
+    got = torch.func.grad(total, argnums=tuple(places))(*tensors)
+    torch.testing.assert_close(got, expected)
+
+    for mapped in range(len(tensors)):  # one argument at a time
+        many = torch.stack([tensors[mapped], tensors[mapped] * 0.9, tensors[mapped] * 0.8])
+        dims = tuple(0 if i == mapped else None for i in range(len(tensors)))
+        args = [many if i == mapped else t for i, t in enumerate(tensors)]
+        each = [[many[j] if i == mapped else t for i, t in enumerate(tensors)] for j in range(3)]
+        out = torch.func.vmap(lambda *a: function(*a, impl=impl), in_dims=dims)(*args)
+        torch.testing.assert_close(out, torch.stack([function(*a, impl=impl) for a in each]))
+        grad = torch.func.grad(total, argnums=tuple(places))
+        per_item = torch.func.vmap(grad, in_dims=dims)(*args)
+        for k in range(len(places)):
+            torch.testing.assert_close(per_item[k], torch.stack([grad(*a)[k] for a in each]))
+
+
+def test_hessian_by_reverse_over_reverse() -> None:
+    (value, locations, weights), function = _problem("multi_scale_deformable_attn")
+    energy = lambda w: function(value, locations, w).pow(2).sum()  # noqa: E731
+    hessian = torch.func.jacrev(torch.func.grad(energy))(weights)
+    expected = torch.autograd.functional.hessian(energy, weights)
+    torch.testing.assert_close(hessian, expected)
+    assert hessian.abs().sum() > 0
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_forward_mode_raises_and_never_drops_a_tangent(operator: str) -> None:
+    tensors, function = _problem(operator)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        function(forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0])), *tensors[1:])
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: function(x, *tensors[1:]), (tensors[0],), (tensors[0],))
+
+
+def test_forward_mode_raises_for_a_direct_call_of_the_operator() -> None:
+    op, args = _registered_calls("multi_scale_deformable_attn", "reference")[0]
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        op(forward_ad.make_dual(args[0].detach(), torch.ones_like(args[0])), *args[1:])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_checkpoint_and_deepcopy_of_a_module(operator: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    tensors, function = _problem(operator)
+    _, expected = _gradients(function, tensors)
+    _, got = _gradients(lambda *a: checkpoint(function, *a, use_reentrant=False), tensors)
+    for a, b in zip(got, expected, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b)
+    assert copy.deepcopy(pliant.deform_conv2d) is pliant.deform_conv2d
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_runs_convolution_in_its_dtype_and_keeps_positions(dtype: torch.dtype) -> None:
+    (x, offset, mask, weight, bias), function = _problem("deform_conv2d", torch.float32)
+    expected = function(x.to(dtype), offset, mask, weight.to(dtype), bias.to(dtype))
+    with torch.autocast("cpu", dtype=dtype):
+        out = function(x, offset, mask, weight, bias)
+        half = function(x.to(dtype), offset, mask, weight, bias)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(half, expected)
+
+
+def test_autocast_does_not_reach_inside_an_operator() -> None:
+    (value, locations, weights), function = _problem("multi_scale_deformable_attn", torch.float32)
+    tensors, conv = _problem("deform_conv2d", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(
+            function(value, locations, weights), function(value, locations, weights), rtol=0, atol=0
+        )
+        args = [[2, 1], [1, 1], [1, 2], "reference"]
+        inside = torch.ops.pliant.deform_conv(*tensors, *args)
+    torch.testing.assert_close(inside, conv(*tensors, impl="reference"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_intended_kernel_runs(operator: str, impl: str) -> None:
+    tensors, function = _problem(operator)
+    with ops.record() as calls:
+        _gradients(lambda *a: function(*a, impl=impl), tensors)
+    name = {"deform_columns": "deform_columns", "deform_conv2d": "deform_conv"}.get(
+        operator, "sample_sum"
+    )
+    assert calls == [(name, impl), (f"{name}_backward", impl)]
+
+
+def test_automatic_choice_falls_back_and_says_why(caplog, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    tensors, function = _problem("multi_scale_deformable_attn")
+    monkeypatch.setattr(ops.backend("cpu"), "supports", lambda *a: ["it is Sunday", "it rains"])
+    with caplog.at_level(logging.DEBUG, logger="pliant"), ops.record() as calls:
+        function(*tensors)
+    assert calls == [("sample_sum", "reference")]
+    assert caplog.messages == ["the reference runs instead of cpu: it is Sunday; it rains"]
+    with pytest.raises(
+        NotImplementedError, match=r"^impl='cpu' cannot run this: it is Sunday; it rains$"
+    ):
+        function(*tensors, impl="cpu")
+
+
+def test_triton_without_a_gpu_raises_with_every_reason() -> None:
+    if "triton" in IMPLS or torch.cuda.is_available():
+        pytest.skip("Triton can run here")
+    tensors, function = _problem("multi_scale_deformable_attn")
+    with pytest.raises(NotImplementedError) as error:
+        function(*tensors, impl="triton")
+    assert str(error.value) == (
+        "impl='triton' cannot run this: no CUDA device is available, and TRITON_INTERPRET=1 is not "
+        "set; Triton kernels need CUDA tensors, got cpu"
+    )
+
+
+def test_a_problem_is_checked_once_and_maps_are_remembered() -> None:
+    from pliant.sampling import maps
+
+    (value, locations, weights), function = _problem("multi_scale_deformable_attn")
+    function(value, locations, weights)
+    before = maps._remembered.cache_info().hits
+    function(value, locations, weights)
+    assert maps._remembered.cache_info().hits == before + 1

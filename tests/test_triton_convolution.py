@@ -1,0 +1,366 @@
+"""The GPU convolution: every named case, hostile numbers, layouts, scratch space, determinism.
+
+Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on a choice of the cases.
+On a GPU all of them run in all dtypes, and what only a GPU has: streams, graphs, tensor cores.
+"""
+
+import os
+
+import pytest
+import torch
+
+import pliant
+from pliant.sampling import ops, reference
+from pliant.testing import CASES, check, incoming, run, verify
+from pliant.testing.cases import columns, convolution
+
+GPU = torch.cuda.is_available()
+if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from pliant.kernels.triton import convolution as forward, convolution_backward as backward
+
+DEVICE = "cuda" if GPU else "cpu"
+CONV, COLUMNS = "deform_conv2d", "deform_columns"
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+def chosen():
+    """All cases in all dtypes; in the interpreter each in float32 and some in the others."""
+    others = {"plain", "awkward", "channels-19", "positions-float32", "mask-float32", "channels-last"}
+    return [
+        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        for case in CASES
+        if case.operator in (CONV, COLUMNS)
+        for dtype in (F32, F64, F16, BF16)
+        if GPU or dtype == F32 or case.id in others
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype"), chosen())
+def test_case(case, dtype):
+    verify(case.operator, case.make(dtype, DEVICE, 0), "triton")
+
+
+# More than one block of everything, and blocks that do not fit.
+LARGER = {
+    "blocks": convolution(batch=1, channels=70, size=(3, 30), out_channels=140, kernel=(1, 2), padding=0),
+    "wide-groups": convolution(batch=1, channels=102, size=(2, 5), out_channels=36, kernel=(2, 1), groups=3),
+    "runs": convolution(
+        batch=1, channels=36, size=(3, 4), out_channels=6, kernel=(2, 1), groups=2, deformable_groups=3
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("id", LARGER)
+def test_larger(id, dtype):
+    inputs = LARGER[id](dtype, DEVICE, 0)
+    exact = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+    with ops.record() as calls:
+        out, grads = run(CONV, inputs, "triton")
+    assert calls == [("deform_conv", "triton"), ("deform_conv_backward", "triton")]
+    expected, expected_grads = run(CONV, exact, "reference", grad_output=incoming(out).double())
+    base, base_grads = run(CONV, inputs, "reference")
+    half = dtype == F16
+    check(out, expected, base if half else None, what="result")
+    for name, gradient in grads.items():
+        check(gradient, expected_grads[name], base_grads[name] if half else None, what=name)
+
+
+def operands(dtype=F32, device=DEVICE, **changes):
+    """Operands of deform_conv in the operators' order, a gradient, and the steps."""
+    i = convolution(**{"channels": 6, "out_channels": 4, "size": (4, 5), **changes})(dtype, device, 0)
+    kernel = i["weight"].shape[2:]
+    steps = [[x, x] if isinstance(x, int) else list(x) for x in (i["stride"], i["padding"], i["dilation"])]
+    tensors = [i["input"], i["offset"], i["mask"], i["weight"], i["bias"]]
+    return tensors, steps, kernel
+
+
+def exactly(tensors):
+    return [None if x is None else x.double() for x in tensors]
+
+
+def assert_close(got, expected, dtype):
+    tolerance = {F64: 1e-12, F32: 2e-6, F16: 2e-3, BF16: 2e-2}[dtype]
+    for g, e in zip(got, expected, strict=True):
+        assert (g is None) == (e is None)
+        if g is not None:
+            assert g.isfinite().all()
+            assert (g.double() - e).abs().max() <= tolerance * max(1, e.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+def test_only_the_gradients_that_are_asked_for(dtype):
+    tensors, steps, kernel = operands(dtype)
+    grad = incoming(reference.deform_conv(*tensors, *steps))
+    expected = reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
+    for needs in ([1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1], [1, 0, 0, 1, 0], [0] * 5):
+        got = backward.deform_conv_backward(grad, *tensors, *steps, [bool(n) for n in needs])
+        assert_close(got, [e if n else None for n, e in zip(needs, expected, strict=True)], dtype)
+    grad = incoming(reference.deform_columns(*tensors[:3], kernel, *steps))
+    expected = reference.deform_columns_backward(
+        grad.double(), *exactly(tensors[:3]), kernel, *steps, [True] * 3
+    )
+    for needs in ([1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]):
+        got = backward.deform_columns_backward(
+            grad, *tensors[:3], kernel, *steps, [bool(n) for n in needs]
+        )
+        assert_close(got, [e if n else None for n, e in zip(needs, expected, strict=True)], dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("positions", [1, 7, 20, 45])
+def test_scratch_space_of_any_size(dtype, positions, monkeypatch):
+    """Parts of an image, one image, several: chunks of at most `positions` positions of three images."""
+    tensors, steps, kernel = operands(dtype, batch=3, kernel=(2, 1), padding=(1, 0), size=(3, 5))
+    grad = incoming(reference.deform_conv(*tensors, *steps))
+    expected = reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
+    per_position = backward.position_bytes(6 * 2, dtype, True, True)
+    monkeypatch.setattr(backward, "SCRATCH_BYTES", positions * per_position)
+    assert_close(backward.deform_conv_backward(grad, *tensors, *steps, [True] * 5), expected, dtype)
+    grad = incoming(reference.deform_columns(*tensors[:3], kernel, *steps))
+    expected = reference.deform_columns_backward(
+        grad.double(), *exactly(tensors[:3]), kernel, *steps, [True] * 3
+    )
+    got = backward.deform_columns_backward(grad, *tensors[:3], kernel, *steps, [True] * 3)
+    assert_close(got, expected, dtype)
+
+
+def test_chunks_cover_every_position_once_and_stay_within_the_scratch_space(monkeypatch):
+    monkeypatch.setattr(backward, "SCRATCH_BYTES", 1000)
+    for images, positions, size in ((1, 1, 1), (5, 7, 30), (3, 40, 30), (4, 33, 31), (2, 5, 5000), (9, 33, 30)):
+        seen = torch.zeros(images, positions, dtype=torch.int64)
+        for chunk in backward.chunked(images, positions, size):
+            assert chunk.rows * size <= 1000 or chunk.rows == 1
+            assert chunk.images == 1 or chunk.part == positions
+            seen[chunk.image : chunk.image + chunk.images, chunk.first : chunk.first + chunk.part] += 1
+        assert (seen == 1).all()
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+def test_deterministic(dtype, deterministic):
+    many = {"batch": 4, "channels": 64, "size": (20, 30)} if GPU else {}
+    tensors, steps, _ = operands(dtype, deformable_groups=2, **many)
+    grad = incoming(reference.deform_conv(*tensors, *steps))
+    results = [
+        backward.deform_conv_backward(grad, *tensors, *steps, [True] * 5)
+        for _ in range(20 if GPU else 1)
+    ]
+    expected = reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
+    assert_close(results[0], expected, dtype)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels-last"])
+def test_layouts_are_those_that_were_promised(last):
+    tensors, steps, kernel = operands(deformable_groups=2)
+    if last:
+        tensors = [
+            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in tensors
+        ]
+    out = forward.deform_conv(*tensors, *steps)
+    assert out.stride() == ops.deform_conv.fake(*tensors, *steps, "").stride()
+    assert_close([out], [reference.deform_conv(*exactly(tensors), *steps)], F32)
+    got = forward.deform_columns(*tensors[:3], kernel, *steps)
+    assert got.stride() == ops.deform_columns.fake(*tensors[:3], kernel, *steps, "").stride()
+    for x, g in zip(tensors, backward.deform_conv_backward(out, *tensors, *steps, [True] * 5), strict=True):
+        assert g.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("where", ["mask", "input", "grad"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+def test_what_does_not_count_cannot_leak_in(poison, where, dtype):
+    """Samples of tap 1 lie outside, those of tap 0 all within the first four pixels."""
+    i = columns(convolution(batch=1, channels=3, size=(4, 4), kernel=(1, 2), padding=0))(dtype, DEVICE, 0)
+    i["offset"][:, 0] = 0.25 - torch.arange(4).view(1, 4, 1)
+    i["offset"][:, 1] = 0.5 - torch.arange(3).view(1, 1, 3)
+    i["offset"][:, 2:] = -1000.0
+    clean = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in i.items()}
+    out, _ = run(COLUMNS, i, "triton", grad=False)
+    grad = incoming(out)
+    dirty = grad.clone()
+    if where == "mask":
+        i["mask"][:, 1] = poison
+    elif where == "input":
+        i["input"][:, :, 2:] = poison
+        i["input"][:, :, :, 2:] = poison
+    else:
+        dirty[:, :, :, 1::2] = poison
+    got, grads = run(COLUMNS, i, "triton", grad_output=dirty)
+    expected, expected_grads = run(COLUMNS, clean, "triton", grad_output=grad)
+    assert torch.equal(got, expected)
+    for name, gradient in grads.items():
+        assert torch.equal(gradient, expected_grads[name])
+
+
+def test_rows_beyond_32_bits(monkeypatch):
+    """The kernels for larger tensors, on a small one."""
+    import triton.language as tl
+
+    narrow = forward.options
+    monkeypatch.setattr(forward, "options", lambda *x: {**narrow(*x), "ROW": tl.int64})
+    tensors, steps, kernel = operands(deformable_groups=2)
+    out = forward.deform_conv(*tensors, *steps)
+    assert_close([out], [reference.deform_conv(*exactly(tensors), *steps)], F32)
+    got = forward.deform_columns(*tensors[:3], kernel, *steps)
+    assert_close([got], [reference.deform_columns(*exactly(tensors[:3]), kernel, *steps)], F32)
+    grads = backward.deform_conv_backward(out, *tensors, *steps, [True] * 5)
+    assert_close(grads, reference.deform_conv_backward(out.double(), *exactly(tensors), *steps, [True] * 5), F32)
+
+
+def test_float32_products_obey_pytorch():
+    assert forward.precision(F32) == "ieee"
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert forward.precision(F32) == "tf32"
+        assert forward.precision(F64) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert forward.precision(F32) == "tf32"
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert forward.precision(F32) == "ieee"
+
+
+# Only with a GPU
+
+
+@pytest.fixture
+def layer():
+    """A small layer: inputs that need gradients, and a function that runs it forward and backward."""
+    i = convolution(batch=2, channels=64, size=(20, 30), out_channels=48)(F16, "cuda", 0)
+    i["offset"] = i["offset"].float()
+    leaves = {n: i[n].requires_grad_() for n in ("input", "offset", "weight", "bias", "mask")}
+
+    def step():
+        out = pliant.deform_conv2d(**{**i, **leaves}, impl="triton")
+        return out, torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+
+    return i, step
+
+
+def same(one, other):
+    """Bit by bit, but for gradients of the input and of the weight, whose sums may change their order."""
+    torch.testing.assert_close(one[0], other[0], rtol=0, atol=0)
+    for a, b in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@gpu_only
+def test_no_synchronisation(layer):
+    _, step = layer
+    step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu_only
+def test_capture_in_a_graph(layer):
+    i, step = layer
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        i["input"].copy_(torch.randn_like(i["input"]))
+        i["offset"].add_(0.3)
+    graph.replay()
+    same(captured, step())
+
+
+@gpu_only
+def test_runs_on_the_current_stream(layer):
+    """What the stream of the call has queued before must be seen."""
+    i, step = layer
+    expected = step()
+    with torch.no_grad():
+        kept = i["input"].clone()
+        i["input"].zero_()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda._sleep(50_000_000)
+        i["input"].copy_(kept)
+        with torch.enable_grad():
+            got = step()
+    side.synchronize()
+    same(got, expected)
+
+
+@gpu_only
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_device_of_its_tensors():
+    tensors, steps, _ = operands(F32, "cuda:1")
+    out = forward.deform_conv(*tensors, *steps)
+    assert out.device == torch.device("cuda:1")
+    assert_close([out], [reference.deform_conv(*exactly(tensors), *steps)], F32)
+
+
+@gpu_only
+def test_tf32_is_used_where_it_is_allowed():
+    tensors, steps, _ = operands(F32, channels=64, out_channels=64, size=(16, 16))
+    expected = reference.deform_conv(*exactly(tensors), *steps)
+    exact = forward.deform_conv(*tensors, *steps)
+    try:
+        torch.set_float32_matmul_precision("high")
+        fast = forward.deform_conv(*tensors, *steps)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (exact - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert 1e-5 < (fast - expected).abs().max() / expected.abs().max() < 3e-3
+
+
+@gpu_only
+def test_memory_of_the_backward_is_bounded(monkeypatch):
+    """Columns of this problem would take 113 MB a copy; a few of them are there at a time."""
+    monkeypatch.setattr(backward, "SCRATCH_BYTES", 8 << 20)
+    i = convolution(batch=16, channels=128, size=(50, 61), out_channels=32)(F16, "cuda", 0)
+    steps = [[1, 1]] * 3
+    tensors = [i[n] for n in ("input", "offset", "mask", "weight", "bias")]
+    grad = torch.randn_like(forward.deform_conv(*tensors, *steps))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    backward.deform_conv_backward(grad, *tensors, *steps, [True] * 5)
+    extra = torch.cuda.max_memory_allocated() - before
+    samples = i["mask"].numel()
+    results = sum(x.numel() * x.element_size() for x in tensors)
+    copies = 2 * (i["input"].numel() * 4 + grad.numel() * 2)
+    assert extra < (8 << 20) + 24 * samples + results + copies + (32 << 20)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [F32, F64, F16], ids=["float32", "float64", "float16"])
+@pytest.mark.parametrize("id", ["plain", "awkward", "no-mask", "groups-2", "deformable-groups-3"])
+def test_agrees_with_torchvision(id, dtype):
+    """Forward and gradients; positions at -1, where the two differ, do not occur."""
+    torchvision = pytest.importorskip("torchvision")
+    (case,) = (c for c in CASES if (c.operator, c.id) == (CONV, id))
+    i = case.make(dtype, "cuda", 0)
+    out, grads = run(CONV, i, "triton")
+    leaves = {n: i[n].detach().requires_grad_() for n in grads}
+    theirs = torchvision.ops.deform_conv2d(**{**i, **leaves})
+    their_grads = torch.autograd.grad(theirs, list(leaves.values()), incoming(theirs))
+    assert_close([out], [theirs.double()], dtype)
+    for name, gradient in zip(leaves, their_grads, strict=True):
+        assert_close([grads[name]], [gradient.double()], dtype)

@@ -1,0 +1,248 @@
+"""The GPU kernels of the weighted sum: named cases, tilings, lies, determinism, streams, graphs.
+
+Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1) on a choice of the cases.
+"""
+
+import os
+
+import pytest
+import torch
+
+import pliant
+from pliant.sampling import ops, reference
+from pliant.sampling.problem import Policy
+from pliant.testing import CASES, run, verify
+
+GPU = torch.cuda.is_available()
+if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from pliant.kernels.triton import launch  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+SUMS = ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention")
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+ATTENTION = Policy("unit", "bilinear", "zero")
+AGGREGATION = Policy("unit", "bilinear", "skip")
+GEOMETRIC = Policy("pixel", "nearest", "clamp")
+gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+def chosen():
+    """All cases in all dtypes; in the interpreter every third of them, in one dtype each."""
+    cases = [case for case in CASES if case.operator in SUMS]
+    dtypes = (F32, F64, F16, BF16)
+    return [
+        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        for i, case in enumerate(cases)
+        for j, dtype in enumerate(dtypes)
+        if GPU or (i % 3 == 0 and (i // 3) % 4 == j)
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype"), chosen())
+def test_case(case, dtype):
+    verify(case.operator, case.make(dtype, DEVICE, 0), "triton")
+
+
+def problem(policy, dtype=F32, *, groups=2, weights=1, channels=8, points=3, queries=3, seed=0):
+    """A canonical problem: two views of one or two scales, positions inside and outside."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = 2 if policy == AGGREGATION else 1
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator, dtype=F64)
+
+    spread = 5.0 if policy.position == "pixel" else 1.0
+    shapes = torch.tensor([[[4, 5], [2, 3]], [[3, 3], [1, 2]]])[:, :scales]
+    starts = torch.tensor([[0, 20], [26, 35]])[:, :scales]
+    loc = torch.rand(2, queries, groups, 2, points, 2, generator=generator, dtype=F64) * 1.6 - 0.3
+    value = draw(2, 37, groups, weights, channels)
+    weight = draw(2, queries, groups, 2, points, scales, weights)
+    return [
+        value.to(DEVICE, dtype),
+        shapes.to(DEVICE),
+        starts.to(DEVICE),
+        (loc * spread).to(DEVICE, F64 if dtype == F64 else F32),
+        weight.to(DEVICE, dtype),
+        policy,
+    ]
+
+
+def compare(args, *, tolerance):
+    """Forward and backward of the kernels against the reference in float64."""
+    exact = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() and i != 3 else a
+             for i, a in enumerate(args)]  # fmt: skip
+    out = launch.sample_sum(*args)
+    grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+    got = [out, *launch.sample_sum_backward(grad, *args, [True] * 3)]
+    expected = [
+        reference.sample_sum(*exact),
+        *reference.sample_sum_backward(grad.double(), *exact, [True] * 3),
+    ]
+    for a, b in zip(got, expected, strict=True):
+        scale = b.abs().max().clamp(min=1.0).item()
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance * scale)
+    return got
+
+
+SIZES = {
+    "attention-37": (ATTENTION, {"channels": 37}),
+    "attention-one-point": (ATTENTION, {"points": 1, "channels": 16}),
+    "attention-seven-points": (ATTENTION, {"points": 7}),
+    "attention-two-blocks": (ATTENTION, {"channels": 1100, "queries": 1, "groups": 1}),
+    "attention-weight-groups": (ATTENTION, {"weights": 3, "channels": 5}),
+    "aggregation-147": (AGGREGATION, {"channels": 49, "weights": 3, "groups": 1}),
+    "aggregation-many-points": (AGGREGATION, {"points": 21, "groups": 1, "queries": 1}),
+    "geometric-256": (GEOMETRIC, {"channels": 256, "groups": 1}),
+}
+
+
+@pytest.mark.parametrize("id", SIZES)
+def test_any_size(id):
+    policy, sizes = SIZES[id]
+    compare(problem(policy, **sizes), tolerance=3e-6)
+
+
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
+def test_wide_rows_use_wide_integers(policy, monkeypatch):
+    monkeypatch.setattr(launch, "_row_type", lambda *x: torch.int64)
+    monkeypatch.setattr(launch, "_launches", {})
+    compare(problem(policy), tolerance=3e-6)
+
+
+def test_extents_decide_the_integers():
+    near = torch.empty(4, 2**20, 1, 1, 8, device="meta")
+    far = torch.empty(1, 2**28, 1, 1, 8, device="meta")
+    assert launch._row_type(near) == torch.int32
+    assert launch._row_type(near, far) == torch.int64
+
+
+LIES = {
+    "past-the-end": ([[4, 5], [3, 3]], [0, 30]),
+    "before-the-start": ([[4, 5], [3, 3]], [-7, 26]),
+    "far-too-wide": ([[4, 2**31 - 1], [3, 3]], [0, 26]),
+    "impossible": ([[2**62, 2**62], [-(2**63), 5]], [2**62, -(2**62)]),
+    "tall": ([[2**31 - 1, 3], [3, 3]], [0, 26]),
+}
+
+
+@pytest.mark.parametrize("survey", [False, True], ids=["checked", "surveyed"])
+@pytest.mark.parametrize("policy", [ATTENTION, GEOMETRIC], ids=["attention", "geometric"])
+@pytest.mark.parametrize("lie", LIES)
+def test_lying_metadata_read_nothing_outside(lie, policy, survey, monkeypatch):
+    args = problem(policy)
+    shapes, starts = LIES[lie]
+    args[1] = torch.tensor(shapes, device=DEVICE).view(2, 1, 2)
+    args[2] = torch.tensor(starts, device=DEVICE).view(2, 1)
+    plan = launch._forward
+
+    def surveyed(*operands):
+        made = plan(*operands)
+        made.constants["SURVEY"] = survey
+        return made
+
+    monkeypatch.setattr(launch, "_forward", surveyed)
+    monkeypatch.setattr(launch, "_launches", {})
+    room = torch.full((3, *args[0].shape[1:]), torch.nan, device=DEVICE)  # NaN on both sides
+    room[1] = args[0][0]
+    args[0] = room[1:2]
+    args[3:5] = [x[:1] for x in args[3:5]]
+    got = compare(args, tolerance=3e-6)
+    assert all(x.isfinite().all() for x in got)
+
+
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
+def test_deterministic_mode_repeats_to_the_bit(policy, monkeypatch):
+    monkeypatch.setattr(launch, "SORTED_AT_ONCE", 40)  # several rounds
+    args = problem(policy, queries=6)
+    args[3][:, 1:] = args[3][:, :1]  # many samples meet in a pixel
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = compare(args, tolerance=3e-6)
+        for _ in range(3 if GPU else 1):
+            for a, b in zip(first, compare(args, tolerance=3e-6), strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
+    monkeypatch.setattr(launch, "CACHED", 1)
+    assert launch.batch_step(2, 1000, True) == 1
+    assert launch.batch_step(2, 1000, False) == 2
+    compare(problem(ATTENTION), tolerance=3e-6)
+    compare(problem(ATTENTION, F16), tolerance=2e-3)
+
+
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False), (False, True, False), (False, False, True)]
+)
+def test_only_what_is_asked_for_is_computed(wanted):
+    args = problem(ATTENTION)
+    grad = torch.ones_like(launch.sample_sum(*args))
+    full = launch.sample_sum_backward(grad, *args, [True] * 3)
+    some = launch.sample_sum_backward(grad, *args, wanted)
+    for a, b, need in zip(some, full, wanted, strict=True):
+        assert (a is not None) == need
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+def test_a_problem_is_planned_once():
+    args = problem(ATTENTION)
+    launch._launches.clear()
+    for _ in range(3):
+        launch.sample_sum(*args)
+    assert len(launch._launches) == 1
+    args[4] = torch.cat([args[4], args[4]], -1)[..., :1]  # other strides
+    compare(args, tolerance=3e-6)
+
+
+@gpu_only
+@pytest.mark.parametrize("operator", SUMS)
+def test_no_synchronisation_and_graph_capture(operator):
+    case = next(c for c in CASES if c.operator == operator)
+    inputs = case.make(F32, "cuda", 0)
+    for name, x in inputs.items():
+        if isinstance(x, torch.Tensor):
+            inputs[name] = x.cuda()
+    out, grads = run(operator, inputs)
+    leaves = [inputs[name].requires_grad_() for name in grads]
+    grad = torch.ones_like(out)
+    function = getattr(pliant, operator)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        once = torch.autograd.grad(function(**inputs), leaves, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(function(**inputs), leaves, grad)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, once, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@gpu_only
+def test_the_tensors_own_device_and_the_current_stream():
+    args = problem(ATTENTION)
+    expected = launch.sample_sum(*args)
+    stream = torch.cuda.Stream(torch.cuda.device_count() - 1)
+    moved = [a.to(stream.device) if isinstance(a, torch.Tensor) else a for a in args]
+    torch.cuda.synchronize(stream.device)
+    with torch.cuda.stream(stream):
+        moved[0].mul_(2)
+        out = launch.sample_sum(*moved)
+    stream.synchronize()
+    assert out.device == stream.device
+    torch.testing.assert_close(out.to(expected.device), expected * 2)
+
+
+def test_the_public_function_reaches_these_kernels():
+    inputs = next(c for c in CASES if c.operator == SUMS[0]).make(F32, DEVICE, 0)
+    with ops.record() as calls:
+        run(SUMS[0], inputs, "triton")
+    assert calls == [("sample_sum", "triton"), ("sample_sum_backward", "triton")]
