@@ -76,6 +76,18 @@ def test_info_tells_why_a_backend_does_not_work(
     assert any(line.startswith("  PLIANT_CHECK=1 ") for line in lines)
 
 
+def test_info_needs_torch_alone() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('triton', 'rich', 'numpy', 'matplotlib')));"
+        "from pliant.cli import main; raise SystemExit(main(['info', '--json']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    triton = json.loads(run.stdout)["backends"]["triton"]
+    assert not triton["works"]
+    assert any("not installed" in reason for reason in triton["missing"])
+
+
 # pliant demo
 
 

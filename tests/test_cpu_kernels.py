@@ -27,7 +27,9 @@ NAMES = ("result", "gradient of value", "gradient of loc", "gradient of weight")
 HALVES = (torch.float16, torch.bfloat16)
 SUMS = [case for case in CASES if not case.operator.startswith("deform_co")]
 AVAILABLE = [
-    isa for i, isa in enumerate(ISAS) if library().handle and library().handle.pliant_isas() >> i & 1
+    isa
+    for i, isa in enumerate(ISAS)
+    if library().handle and library().handle.pliant_isas() >> i & 1
 ]
 POLICY_IDS = ["-".join(policy) for policy in POLICIES]
 
@@ -91,7 +93,14 @@ def agree(operands, policy):
     for name, one, other, baseline in zip(NAMES, got, wanted, same, strict=True):
         like = operands[{"result": 0, NAMES[1]: 0, NAMES[2]: 3, NAMES[3]: 4}[name]]
         baseline = baseline if one.dtype in HALVES else None
-        check(one, other, baseline, working=torch.float32 if half else None, dtype=like.dtype, what=name)
+        check(
+            one,
+            other,
+            baseline,
+            working=torch.float32 if half else None,
+            dtype=like.dtype,
+            what=name,
+        )
 
 
 # --- right on every instruction set ---------------------------------------------------------------
@@ -133,7 +142,9 @@ def test_every_size_and_policy_on_every_instruction_set(size, dtype, policy, isa
 @pytest.mark.parametrize("zero", ["n", "q", "g", "k", "d", "p", "v", "r"])
 def test_empty_sizes(zero, policy):
     operands = problem(policy, **{zero: 0})
-    for name, one, other in zip(NAMES, run(cpu, operands, policy), exact(operands, policy), strict=True):
+    for name, one, other in zip(
+        NAMES, run(cpu, operands, policy), exact(operands, policy), strict=True
+    ):
         assert torch.equal(one.double(), other), name
 
 
@@ -146,11 +157,15 @@ def test_mixed_dtypes(dtypes):
     operands = problem(policy)
     for i, dtype in zip((0, 3, 4), dtypes, strict=True):
         operands[i] = operands[i].to(dtype)
-    for name, one, other in zip(NAMES, run(cpu, operands, policy), run(reference, operands, policy), strict=True):
+    for name, one, other in zip(
+        NAMES, run(cpu, operands, policy), run(reference, operands, policy), strict=True
+    ):
         assert one.dtype == other.dtype, name
         # Both accumulate in float32 at least and round once.
         tolerance = max(2.0**-14, 2 * torch.finfo(one.dtype).eps)
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max().item())
+        torch.testing.assert_close(
+            one, other, rtol=tolerance, atol=tolerance * other.abs().max().item()
+        )
 
 
 def test_positions_in_float64_are_computed_in_float64_for_float32_features(isa):
@@ -252,7 +267,10 @@ WORK = {
     "attention": (POLICIES[0], {"g": 3, "k": 1, "r": 1, "q": 300, "p": 4, "d": 33, "side": 20}),
     "few-samples": (POLICIES[0], {"k": 1, "r": 1, "q": 9, "p": 2, "side": 40}),
     "aggregation": (POLICIES[1], {"n": 1, "g": 1, "k": 8, "q": 100, "p": 13, "d": 32, "side": 20}),
-    "one-map": (POLICIES[1], {"n": 1, "g": 1, "k": 1, "v": 1, "r": 1, "q": 300, "d": 64, "side": 9}),
+    "one-map": (
+        POLICIES[1],
+        {"n": 1, "g": 1, "k": 1, "v": 1, "r": 1, "q": 300, "d": 64, "side": 9},
+    ),
     "geometric": (POLICIES[3], {"k": 1, "r": 1, "q": 300, "p": 15, "d": 64, "side": 20}),
 }
 
@@ -355,7 +373,11 @@ def test_extra_memory_is_at_most_64_mib_or_a_copy_of_the_features(dtype):
 BAD = {
     "negative-start": ([[-1, 3]], [[[2, 2], [2, 2]]], r"map \[0, 0\] .*starts at row -1"),
     "negative-size": ([[0, 3]], [[[2, 2], [2, -2]]], r"map \[0, 1\] .*\(2, -2\).*must be >= 0"),
-    "past-the-end": ([[0, 7]], [[[2, 2], [2, 2]]], r"map \[0, 1\] .*row 7 must lie within the 10 rows"),
+    "past-the-end": (
+        [[0, 7]],
+        [[[2, 2], [2, 2]]],
+        r"map \[0, 1\] .*row 7 must lie within the 10 rows",
+    ),
     "huge-start": ([[2**63 - 1, 0]], [[[2, 2], [2, 2]]], r"map \[0, 0\] .*must lie within"),
     "huge-sides": ([[0, 0]], [[[2**62, 2**62], [2, 2]]], r"map \[0, 0\] .*must lie within"),
     "huge-empty": ([[0, 11]], [[[2, 2], [0, 2]]], r"map \[0, 1\] .*must lie within"),
@@ -390,8 +412,8 @@ TINY = [1e-45, -1e-45, 1e-38, -1e-38, 0.0, -0.0]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_hostile_positions(dtype, policy, isa):
-    """Each number is the position of a sample of its own, in x, in y and in both. A sample that does
-    not count is weighted with infinity, and gives zeros all the same."""
+    """Each number is the position of a sample of its own, in x, in y and in both. A sample that
+    does not count is weighted with infinity, and gives zeros all the same."""
     numbers = torch.tensor([*OUTSIDE, *TINY], dtype=dtype)
     value, shapes, starts = torch.randn(1, 30, 1, 1, 19, dtype=dtype), [[[5, 6]]], [[0]]
     metadata = torch.tensor(shapes), torch.tensor(starts)
@@ -436,12 +458,16 @@ def test_an_infinity_outside_of_the_corners_is_not_read(isa):
     metadata = torch.tensor([[[4, 5]]]), torch.tensor([[10]])
     out = cpu.sample_sum(value, *metadata, loc, weight, POLICIES[0])
     torch.testing.assert_close(out, torch.full_like(out, 3 * 2 * 0.75**2))
-    grads = cpu.sample_sum_backward(torch.ones_like(out), value, *metadata, loc, weight, POLICIES[0], NEEDS)
+    grads = cpu.sample_sum_backward(
+        torch.ones_like(out), value, *metadata, loc, weight, POLICIES[0], NEEDS
+    )
     assert all(g.isfinite().all() for g in grads)
     assert grads[0].count_nonzero() == 19
     weight = torch.full_like(weight, torch.inf)
     assert (cpu.sample_sum(value, *metadata, loc, weight, POLICIES[0]) == torch.inf).all()
-    grads = cpu.sample_sum_backward(torch.ones_like(out), value, *metadata, loc, weight, POLICIES[0], NEEDS)
+    grads = cpu.sample_sum_backward(
+        torch.ones_like(out), value, *metadata, loc, weight, POLICIES[0], NEEDS
+    )
     assert not grads[0].isnan().any()
 
 
@@ -468,7 +494,9 @@ def test_elements_past_two_to_the_31_are_addressed(far):
         at = {"value": 0, "loc": 3, "weight": 4}[far]
         operands[at] = apart(operands[at])
     assert torch.equal(cpu.sample_sum(*operands, policy), out)
-    for one, other in zip(cpu.sample_sum_backward(grad, *operands, policy, NEEDS), expected, strict=True):
+    for one, other in zip(
+        cpu.sample_sum_backward(grad, *operands, policy, NEEDS), expected, strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -480,5 +508,7 @@ def test_rows_past_two_to_the_31_elements_are_addressed(policy):
     far = storage.as_strided(near.shape, (0, 2**30, 0, 0, 1)).copy_(near)
     _, _, _, loc, weight = problem(policy, n=1, g=1, k=1, v=1, r=1, side=3)
     rest = torch.tensor([[[3, 2]]]), torch.tensor([[0]]), loc, weight
-    for one, other in zip(run(cpu, [far, *rest], policy), run(cpu, [near, *rest], policy), strict=True):
+    for one, other in zip(
+        run(cpu, [far, *rest], policy), run(cpu, [near, *rest], policy), strict=True
+    ):
         assert torch.equal(one, other)

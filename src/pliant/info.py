@@ -78,7 +78,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _default(device: str) -> str:
     """The backend that serves tensors of a device when `impl` is not given."""
-    name: str = ops._AUTOMATIC[device]
+    name: str = ops.AUTOMATIC[device]
     return "reference" if ops.backend(name).missing() else name
 
 

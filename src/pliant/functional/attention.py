@@ -67,10 +67,10 @@ def multi_scale_deformable_attn(
     )
     return ops.sample_sum(
         value.unsqueeze(3),  # [B, S, H, 1, D]
-        shapes.unsqueeze(1),  # [L, 1, 2]
-        starts.unsqueeze(1),  # [L, 1]
+        shapes,
+        starts,
         sampling_locations,
-        attention_weights[..., None, None],  # [B, Q, H, L, P, 1, 1]
+        attention_weights.unsqueeze(-1).unsqueeze(-1),  # [B, Q, H, L, P, 1, 1]
         *POLICY,
         chosen,
     ).flatten(2)

@@ -35,73 +35,78 @@ Metadata = Tensor | Sequence[Any]
 def resolve(
     names: Names, value: Tensor, shapes: Metadata, starts: Metadata | None
 ) -> tuple[Tensor, Tensor]:
-    """`shapes` [axes..., 2] and `starts` [axes...], checked, on value's device."""
+    """`shapes` [V, R, 2] and `starts` [V, R] on value's device; None: one map after another."""
     rank = len(names.axes.split())
-    sizes: dict[str, int] = {}
-    shapes_host, shapes_size = _host(names.op, names.shapes, shapes, rank + 1)
-    checks.shape(names.op, names.shapes, shapes_size, f"{names.axes} 2", sizes)
-    starts_host: tuple[int, ...] | None = None
-    if starts is not None:
-        starts_host, starts_size = _host(names.op, names.starts, starts, rank)
-        checks.shape(names.op, names.starts, starts_size, names.axes, sizes)
-
+    tracing = checks.tracing()
+    shapes_host, shapes_size = _host(names.op, names.shapes, shapes, rank + 1, tracing)
+    starts_host, starts_size = (
+        (None, None) if starts is None else _host(names.op, names.starts, starts, rank, tracing)
+    )
     if shapes_host is not None and (starts is None or starts_host is not None):
-        arguments = (
-            names,
-            shapes_host,
-            starts_host,
-            tuple(shapes_size),
-            value.shape[1],
-            value.device,
-        )
-        if checks.tracing() or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return _from_host(*arguments)
+        on_host = (names, shapes_host, shapes_size, starts_host, starts_size)
+        if tracing or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return _from_host(*on_host, value.shape[1], value.device)
         stream = torch._C._cuda_getCurrentRawStream(value.device.index) if value.is_cuda else 0
-        return _remembered(*arguments, stream)
+        return _remembered(*on_host, value.shape[1], value.device, stream)
 
+    _check_sizes(names, shapes_size, starts_size)
     shapes = torch.as_tensor(shapes, device=value.device)
     if starts is None:
         areas = shapes.prod(-1).flatten()
         starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
-    return shapes, torch.as_tensor(starts, device=value.device)
+    return _canonical(shapes, torch.as_tensor(starts, device=value.device))
+
+
+def _canonical(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels are views of one scale."""
+    return (shapes, starts) if shapes.dim() == 3 else (shapes.unsqueeze(1), starts.unsqueeze(1))
+
+
+def _check_sizes(names: Names, shapes: tuple[int, ...], starts: tuple[int, ...] | None) -> None:
+    sizes: dict[str, int] = {}
+    checks.shape(names.op, names.shapes, shapes, f"{names.axes} 2", sizes)
+    if starts is not None:
+        checks.shape(names.op, names.starts, starts, names.axes, sizes)
 
 
 def _host(
-    op: str, name: str, x: Metadata, rank: int
-) -> tuple[tuple[int, ...] | None, Sequence[int]]:
+    op: str, name: str, x: Metadata, rank: int, tracing: bool
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """The integers of `x`, flat (None if reading them would wait for a device), and its shape."""
     if isinstance(x, Tensor):
         if x.dtype not in INDEX_DTYPES:
-            raise TypeError(
-                f"{op}: {name} must be int32 or int64, got {str(x.dtype).removeprefix('torch.')}"
-            )
-        readable = x.device.type == "cpu" or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
-        if checks.tracing() or not readable:
+            got = str(x.dtype).removeprefix("torch.")
+            raise TypeError(f"{op}: {name} must be int32 or int64, got {got}")
+        readable = x.is_cpu or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
+        if tracing or not readable:
             return None, x.shape
-        return tuple(x.reshape(-1).tolist()), x.shape
+        return tuple(x.flatten().tolist()), x.shape
     flat, size = x, [len(x)] if isinstance(x, (list, tuple)) else []
     for _ in range(rank - 1):
-        if not size or not all(isinstance(row, (list, tuple, torch.Size)) for row in flat):
+        if not size or not all(isinstance(row, (list, tuple)) for row in flat):
             break
         size.append(len(flat[0]) if flat else 2)
         if any(len(row) != size[-1] for row in flat):
             raise ValueError(f"{op}: {name} must have rows of one length, got {x!r}")
         flat = [v for row in flat for v in row]
-    if not size or any(isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)) for v in flat):
+    integers = (int, torch.SymInt)
+    if not size or any(isinstance(v, bool) or not isinstance(v, integers) for v in flat):
         raise TypeError(
             f"{op}: {name} must hold integers (an int32 or int64 tensor, or Python ints), got {x!r}"
         )
-    return tuple(flat), size
+    return tuple(flat), tuple(size)
 
 
 def _from_host(
     names: Names,
     shapes: tuple[int, ...],
-    starts: tuple[int, ...] | None,
     size: tuple[int, ...],
+    starts: tuple[int, ...] | None,
+    starts_size: tuple[int, ...] | None,
     stored: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
+    _check_sizes(names, size, starts_size)
     heights, widths = shapes[0::2], shapes[1::2]
     areas = [h * w for h, w in zip(heights, widths, strict=True)]
     if starts is None:
@@ -110,24 +115,25 @@ def _from_host(
         _check_values(names, shapes, starts, size, stored)
     if torch.compiler.is_compiling() or device.type == "cpu":
         flat = torch.tensor([*shapes, *starts], dtype=torch.int64, device=device)
-    else:  # filled on the device, scalar by scalar: nothing to wait for, and a graph may capture it
+    else:  # filled on the device, number by number: no wait, and a graph may capture it
         fills = [torch.full((1,), v, dtype=torch.int64, device=device) for v in (*shapes, *starts)]
         flat = torch.cat(fills) if fills else torch.empty(0, dtype=torch.int64, device=device)
-    return flat[: len(shapes)].view(size), flat[len(shapes) :].view(size[:-1])
+    return _canonical(flat[: len(shapes)].view(size), flat[len(shapes) :].view(size[:-1]))
 
 
 @functools.lru_cache(maxsize=256)
 def _remembered(
     names: Names,
     shapes: tuple[int, ...],
-    starts: tuple[int, ...] | None,
     size: tuple[int, ...],
+    starts: tuple[int, ...] | None,
+    starts_size: tuple[int, ...] | None,
     stored: int,
     device: torch.device,
     stream: int,
 ) -> tuple[Tensor, Tensor]:
     # The stream is part of the key: a tensor filled on one stream is not yet there for another.
-    return _from_host(names, shapes, starts, size, stored, device)
+    return _from_host(names, shapes, size, starts, starts_size, stored, device)
 
 
 def _check_values(
@@ -148,6 +154,6 @@ def _check_values(
             raise ValueError(f"{names.op}: {names.starts}{at} must be >= 0, got {start}")
         if start + h * w > stored:
             raise ValueError(
-                f"{names.op}: the map of {names.shapes}{at} = ({h}, {w}) from row {start} on must end "
-                f"within the {stored} rows of {names.value}, got {start + h * w}"
+                f"{names.op}: the map of {names.shapes}{at} = ({h}, {w}) from row {start} on must "
+                f"end within the {stored} rows of {names.value}, got {start + h * w}"
             )

@@ -12,6 +12,7 @@ under `torch.func`. The operator's own Autograd key leads to the same Function, 
 """
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -29,26 +30,23 @@ library = torch.library.Library("pliant", "DEF")
 
 # Which kernel runs
 
-_AUTOMATIC = {
-    "cpu": "cpu",
-    "cuda": "triton",
-}  # device type -> backend; on any other device the reference runs
+# The backend of choice by type of device; on any other the reference runs.
+AUTOMATIC = {"cpu": "cpu", "cuda": "triton"}
 _records: list[list[tuple[str, str]]] = []
 
 
+@functools.cache
 def backend(name: str) -> Any:
     """The module with a backend's kernels, imported on first use."""
     return reference if name == "reference" else importlib.import_module(f"pliant.kernels.{name}")
 
 
-def choose(operator: str, impl: str, value: Tensor, loc: Tensor, weight: Tensor | None) -> str:
+def choose(impl: str, value: Tensor, loc: Tensor, weight: Tensor | None) -> str:
     """The backend for these operands. An explicit one that cannot run raises with every reason."""
-    name = impl or _AUTOMATIC.get(value.device.type, "reference")
+    name = impl or AUTOMATIC.get(value.device.type, "reference")
     if name == "reference":
         return name
     reasons = backend(name).supports(value, loc, weight)
-    if not hasattr(backend(name), operator):
-        reasons = [*reasons, f"it has no kernel for {operator}"]
     if not reasons:
         return name
     if impl:
@@ -110,15 +108,21 @@ class Operator:
 
     def __call__(self, *args: Any) -> Tensor:
         """Run the operator; the way of every public function."""
-        if torch.compiler.is_compiling() or not _transformed(args):
-            return self.forward(*args)  # type: ignore[no-any-return]
-        out: Tensor = self.function.apply(*args)
-        return out
+        if torch.compiler.is_compiling():
+            out = self.forward(*args)
+        elif _transformed(args):
+            out = self.function.apply(*args)
+        elif _observed(args):
+            out = self.forward(*args)
+        else:  # nobody would notice the dispatcher, which takes longer than a small problem
+            out = self._forward(*args)
+        return out  # type: ignore[no-any-return]
 
     def _forward(self, *args: Any) -> Tensor:
         name = self._choose(self.name, args)
+        kernel = getattr(backend(name), self.name)
         with _full_precision(args[0].device.type):
-            out: Tensor = getattr(backend(name), self.name)(*self.kernel_args(*args[:-1]))
+            out: Tensor = kernel(*self.kernel_args(*args[:-1]))
         return _like(out, self.fake(*args)) if name == "reference" else out
 
     def _backward(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -150,7 +154,7 @@ class Operator:
 
     def _choose(self, operator: str, args: Sequence[Any]) -> str:
         value, loc, weight = (args[i] for i in self.differentiable[:3])
-        name = choose(operator, args[-1], value, loc, weight)
+        name = choose(args[-1], value, loc, weight)
         for calls in _records:
             calls.append((operator, name))
         return name
@@ -170,9 +174,19 @@ def _full_precision(device: str) -> contextlib.AbstractContextManager[None]:
 
 def _transformed(args: Sequence[Any]) -> bool:
     """Whether a gradient, a tangent or a functional transform may be at work on these arguments."""
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-        return True
+    if torch.is_grad_enabled():
+        for a in args:
+            if isinstance(a, Tensor) and a.requires_grad:
+                return True
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _observed(args: Sequence[Any]) -> bool:
+    """Whether a mode, a tensor subclass or a profiler wants to see the operator."""
+    for a in args:
+        if isinstance(a, Tensor) and type(a) is not Tensor and type(a) is not torch.nn.Parameter:
+            return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
 
 
 def _autograd(name: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:

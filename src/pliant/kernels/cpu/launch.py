@@ -1,4 +1,4 @@
-"""sample_sum and its gradients: tensors to pointers, sizes and strides, and one call of the library."""
+"""sample_sum and its gradients: tensors to pointers, sizes, strides, and a call of the library."""
 
 import struct
 from collections.abc import Sequence
@@ -27,7 +27,9 @@ def sample_sum(
     value, loc, weight = _readable(value, loc, weight)
     n, _, g, k, d = value.shape
     out = value.new_empty((n, loc.shape[1], g, k, d))
-    call = _pack(_FORWARD, value, shapes, starts, loc, weight, policy, out.data_ptr(), *out.stride())
+    call = _pack(
+        _FORWARD, value, shapes, starts, loc, weight, policy, out.data_ptr(), *out.stride()
+    )
     status = library().handle.pliant_sample_sum(call)
     if status:
         _fail(status, value, shapes, starts)
@@ -49,7 +51,8 @@ def sample_sum_backward(
     value, loc, weight = _readable(value, loc, weight)
     grad = grad.to(value.dtype)
     # The kernels write every row of value, but only those samples of loc and weight that may count.
-    fill = torch.zeros_like if policy.outside == "skip" else torch.empty_like
+    some = policy.outside == "skip" or value.numel() == 0
+    fill = torch.zeros_like if some else torch.empty_like
     grad_value = torch.empty_like(value) if needs[0] else None
     grad_loc = fill(loc) if needs[1] else None
     grad_weight = fill(weight) if needs[2] else None
@@ -88,7 +91,7 @@ def _pack(
     policy: Policy,
     *rest: int,
 ) -> bytes:
-    """SumCall of problem.h up to `weight_k`, and the rest. Written out: it is on the way of every call."""
+    """SumCall of problem.h and the rest. Written out: it is on the way of every call."""
     value_n, value_s, value_g, value_k, _ = value.stride()
     _, q, _, v, p, _ = loc.shape
     return layout.pack(
@@ -128,7 +131,9 @@ def _strided(x: Tensor | None, rank: int) -> tuple[int, ...]:
 
 def _like(computed: Tensor | None, original: Tensor) -> Tensor | None:
     """A gradient in the dtype and with the strides of `torch.empty_like(original)`."""
-    if computed is None or (computed.dtype == original.dtype and computed.stride() == original.stride()):
+    if computed is None or (
+        computed.dtype == original.dtype and computed.stride() == original.stride()
+    ):
         return computed
     return torch.empty_like(original).copy_(computed)
 
@@ -146,4 +151,6 @@ def _fail(status: int, value: Tensor, shapes: Tensor, starts: Tensor) -> NoRetur
         raise NotImplementedError(f"{what}: the CPU kernels take sides of at most 2**30")
     if height < 0 or width < 0:
         raise ValueError(f"{what}: sizes must be >= 0")
-    raise ValueError(f"{what} that starts at row {start} must lie within the {value.shape[1]} rows of value")
+    raise ValueError(
+        f"{what} that starts at row {start} must lie within the {value.shape[1]} rows of value"
+    )

@@ -1,4 +1,4 @@
-"""The shared library with the kernels: where it is, whether it runs here, which instruction set it uses."""
+"""The shared library with the kernels: where it is, if it runs here, its instruction set."""
 
 import ctypes
 import functools
@@ -32,8 +32,9 @@ def library() -> Library:
     path = _find()
     if path is None:
         return _none(
-            "the CPU kernels are not built: the package was installed without a C++ compiler, or it is used from "
-            "its source tree and `cmake -B build && cmake --build build` has not been run there"
+            "the CPU kernels are not built: the package was installed without a C++ compiler, or "
+            "it is used from its source tree and `cmake -B build && cmake --build build` has not "
+            "been run there"
         )
     try:
         handle = ctypes.CDLL(str(path))

@@ -1,20 +1,68 @@
 """Kernels in Triton, for NVIDIA GPUs.
 
-taps.py, then forward.py and backward.py, launched by launch.py; the convolution's beside them.
+    taps.py                        from a position to the pixels it reads
+    forward.py, backward.py        the weighted sum of samples and its gradients
+    launch.py                      tensors to launches; block sizes, determinism
+    convolution.py, convolution_backward.py
+                                   deformable convolution, with launchers of its own
+
+This file imports no Triton, so that a machine without it can be told so.
 """
 
-from .convolution import deform_columns, deform_conv
-from .convolution_backward import deform_columns_backward, deform_conv_backward
-from .launch import describe, missing, sample_sum, sample_sum_backward, supports
+import functools
+import importlib
+import os
+from importlib.util import find_spec
+from typing import Any
 
-__all__ = [
-    "deform_columns",
-    "deform_columns_backward",
-    "deform_conv",
-    "deform_conv_backward",
-    "describe",
-    "missing",
-    "sample_sum",
-    "sample_sum_backward",
-    "supports",
-]
+import torch
+from torch import Tensor
+
+from pliant.sampling.problem import FEATURE_DTYPES
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+_HOMES = {
+    "sample_sum": "launch",
+    "sample_sum_backward": "launch",
+    "deform_columns": "convolution",
+    "deform_columns_backward": "convolution_backward",
+    "deform_conv": "convolution",
+    "deform_conv_backward": "convolution_backward",
+}
+
+
+@functools.cache
+def missing() -> list[str]:
+    """Why the kernels cannot run on this machine; empty if they can."""
+    reasons = []
+    if find_spec("triton") is None:
+        reasons.append("Triton is not installed")
+    if not INTERPRET and not torch.cuda.is_available():
+        reasons.append("no CUDA device is available, and TRITON_INTERPRET=1 is not set")
+    return reasons
+
+
+def describe() -> str:
+    """One line for `pliant info`."""
+    version = importlib.import_module("triton").__version__
+    where = "interpreted on the CPU" if INTERPRET else f"on {torch.cuda.get_device_name()}"
+    return f"Triton {version}, {where}"
+
+
+def supports(value: Tensor, loc: Tensor, weight: Tensor | None) -> list[str]:
+    """Every reason against running this problem; empty if it can run."""
+    reasons = list(missing())
+    if not INTERPRET and value.device.type != "cuda":
+        reasons.append(f"Triton kernels need CUDA tensors, got {value.device.type}")
+    if value.dtype not in FEATURE_DTYPES:
+        reasons.append(f"features of {value.dtype}")
+    return reasons
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kernel = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = kernel
+    return kernel

@@ -1,8 +1,8 @@
 """Deformable convolution: channels-last rows, sampled straight into the matrix product.
 
-`convolve`    a tile of the output is [positions, output channels]; taps and channels are summed over by
-              products of samples, which are never stored, with the weight. `merge` adds up the parts if
-              several programs share a tile.
+`convolve`    a tile of the output is [positions, output channels]: a sum over taps and channels of
+              products of samples, which are never stored, with weights. Where programs share a
+              tile, `merge` adds up their parts.
 `resample`    the samples alone, as columns; `unfold` brings a gradient of columns into rows.
 `transpose`   the change of layout before and after.
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from pliant.sampling.problem import accumulator
 
-from . import taps
-from .launch import INTERPRET, _device_of
+from . import INTERPRET, taps
+from .launch import _device_of
 
 Pair = Sequence[int]
 
@@ -273,7 +273,7 @@ def unfold(
     C: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, W_ALIGN: tl.constexpr, ROW: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """[N, C, Ho*kh, Wo*kw] as [positions, kh*kw, C]: `part` positions from `first` on in each image.
+    """Columns as [positions, kh*kw, C]: `part` positions from `first` on, of each image.
 
     They touch `lines` lines from `top` on.
     """
@@ -369,9 +369,7 @@ def deform_conv(
     choices = options(input, offset, out)
     q, align = ho * wo, alignment(ho * wo)
     exact = precision(input.dtype)
-    tile = forward_tile(
-        n, q, kernel[0] * kernel[1], sizes, exact, input.dtype, input.device
-    )
+    tile = forward_tile(n, q, kernel[0] * kernel[1], sizes, exact, input.dtype, input.device)
     splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
     blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
     end = {"BIAS": bias is not None, "LAST": last}
@@ -379,6 +377,7 @@ def deform_conv(
         target = out if splits == 1 else out.new_empty(splits, *size, dtype=accumulator(out.dtype))
         shifts, modulation = offset.flatten(2), None if mask is None else mask.flatten(2)
         given = shifts if modulation is None else modulation
+        bias = None if bias is None else bias.contiguous()
         convolve[(blocks, splits)](
             channels_last(input), shifts, given, channels_last(weight), bias, target,
             n, q // align, h, w, wo, *shifts.stride(), *given.stride(),

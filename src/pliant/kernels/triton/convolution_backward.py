@@ -1,16 +1,16 @@
 """Gradients of the deformable convolution, without atomic sums of floats.
 
-The gradient of the columns exists for a few images at a time, as [groups, positions, taps, channels]:
+The gradient of the columns exists for some images at a time, [groups, positions, taps, channels]:
 
 `locate`, `fill`   sort the samples by the cell of four pixels in which they lie
-`collect`          the gradient of the input: each pixel sums over the samples in the four cells around it
+`collect`          the gradient of the input: a pixel sums over the samples in four cells around it
 `differentiate`    the gradients of offset and mask, and the columns, for the gradient of the weight
 
 The products with the weight and with the columns are PyTorch's own.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from pliant.sampling.problem import accumulator
 
-from . import convolution as forward, taps
-from .convolution import INTERPRET, Geometry, Pair, blend, load_corners, scaled, sides, tap
+from . import INTERPRET, convolution as forward, taps
+from .convolution import Geometry, Pair, blend, load_corners, scaled, sides, tap
 from .launch import _device_of
 
 Grads = tuple[Tensor | None, ...]
 
-# For the gradient of the columns of as many positions as fit, and in half precision the columns too.
+# For the gradient of the columns, and in half precision the columns, of as many positions as fit.
 SCRATCH_BYTES = 256 << 20
 
 
@@ -150,7 +150,8 @@ def collect(
             row = tl.load(rows + at, mask=i < total, other=-1) - first
             live = (row >= 0) & (row < count)
             # A pixel is the bottom of the cells above it, and the right of those on its left.
-            corner = tl.where(up, 2, 0) + tl.where(at < tl.where(up, above_right, below_right), 1, 0)
+            left = at < tl.where(up, above_right, below_right)
+            corner = tl.where(up, 2, 0) + tl.where(left, 1, 0)
             a = tl.load(coefficients + at.to(tl.int64) * 4 + corner, mask=live, other=0)
             come = columns[None, :] + (row.to(ROW) * CG)[:, None]
             come = tl.load(come, mask=sides(live, counts, CD % BC == 0), other=0).to(ACC)
@@ -242,7 +243,7 @@ def differentiate(
 
 
 class Chunk(NamedTuple):
-    """What is worked on at a time: `part` positions from `first` on, in `images` images from `image` on."""
+    """What is worked on at a time: `part` positions from `first` on of some images in a row."""
 
     image: int
     images: int
@@ -350,9 +351,7 @@ def _problem(
         None if mask is None else mask.flatten(2),
         offset.shape[3],
         constants,
-        forward.channel_sizes(
-            input.shape[1], outputs, cg, offset.shape[1] // (2 * constants["K"])
-        ),
+        forward.channel_sizes(input.shape[1], outputs, cg, offset.shape[1] // (2 * constants["K"])),
         forward.options(input, offset),
     )
 
@@ -396,7 +395,9 @@ def _gradients(
         filters = forward.channels_last(weight).permute(0, 2, 3, 1).reshape(c // cg, -1, k * cg)
     for chunk in chunks:
         shape, here = (c // cg, chunk.rows, k * cg), chunk.rows * k * c
-        grad_columns, columns = (x[:here].view(shape) if x.numel() else x for x in (grad_scratch, scratch))
+        grad_columns, columns = (
+            x[:here].view(shape) if x.numel() else x for x in (grad_scratch, scratch)
+        )
         outputs = None if weight is None else _outputs(grad, chunk, q, c // cg)
         if sampled and outputs is not None and filters is not None:
             _multiply(outputs, filters, grad_columns)
@@ -430,7 +431,7 @@ def chunked(images: int, positions: int, position_bytes: int) -> Iterator[Chunk]
 
 
 def _bins(problem: Problem) -> Bins:
-    """Sort the samples of the whole batch by cell: 24 bytes each. Stably in the deterministic mode."""
+    """Sort the samples of the batch by cell, stably in the deterministic mode: 24 bytes each."""
     (n, _, h, w), q, device = problem.pixels.shape, problem.offset.shape[2], problem.offset.device
     samples = n * problem.groups * problem.constants["K"] * q
     cells = n * problem.groups * (h + 1) * (w + 1)
@@ -528,31 +529,35 @@ def _outputs(grad: Tensor, chunk: Chunk, positions: int, groups: int) -> Tensor:
     """The gradients of a chunk's outputs, [groups, rows, Co/groups]."""
     first = chunk.image * positions + chunk.first
     rows = grad.permute(0, 2, 3, 1).reshape(-1, grad.shape[1])[first : first + chunk.rows]
-    return rows.unflatten(1, (groups, -1)).transpose(0, 1)
+    return rows.view(chunk.rows, groups, -1).transpose(0, 1)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write a @ b to `out`, for every group, in its dtype."""
-    if a.dtype == out.dtype or not a.is_cuda:
-        torch.bmm(a.to(out.dtype), b.to(out.dtype), out=out)
-    elif len(a) == 1:  # the way to the faster routines
-        torch.mm(a[0], b[0], out_dtype=out.dtype, out=out[0])
+    a, b, more = _factors(a, b, out.dtype)
+    if len(a) == 1:  # the way to the faster routines
+        torch.mm(a[0], b[0], out=out[0], **more)
     else:
-        torch.bmm(a, b, out_dtype=out.dtype, out=out)
+        torch.bmm(a, b, out=out, **more)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, sums: torch.dtype) -> Tensor:
     """`total` + a @ b, for every group, in `sums`."""
-    if a.dtype == sums or not a.is_cuda:
-        a, b = a.to(sums), b.to(sums)
-        return torch.bmm(a, b) if total is None else total.baddbmm_(a, b)
+    product: Tensor
+    a, b, more = _factors(a, b, sums)
     if len(a) == 1:
-        if total is None:
-            return torch.mm(a[0], b[0], out_dtype=sums)[None]
-        return torch.addmm(total[0], a[0], b[0], out_dtype=sums)[None]
-    if total is None:
-        return torch.bmm(a, b, out_dtype=sums)
-    return torch.baddbmm(total, a, b, out_dtype=sums)
+        one = (a[0], b[0]) if total is None else (total[0], a[0], b[0])
+        product = (torch.mm if total is None else torch.addmm)(*one, **more)
+        return product[None]
+    product = torch.bmm(a, b, **more) if total is None else torch.baddbmm(total, a, b, **more)
+    return product
+
+
+def _factors(a: Tensor, b: Tensor, sums: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Factors whose product comes out in `sums`, and the argument that brings it about."""
+    if a.dtype == sums or not a.is_cuda:
+        return a.to(sums), b.to(sums), {}
+    return a, b, {"out_dtype": sums}
 
 
 def _as_input(pixels: Tensor, input: Tensor) -> Tensor:

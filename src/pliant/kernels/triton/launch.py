@@ -1,9 +1,7 @@
 """From tensors to launches: block sizes, integer widths, determinism; all tuning rules."""
 
 import contextlib
-import functools
 import math
-import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -12,11 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pliant.sampling.problem import FEATURE_DTYPES, Policy, accumulator
+from pliant.sampling.problem import Policy, accumulator
 
-from . import backward, forward
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+from . import INTERPRET, backward, forward
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INTEGER = {torch.int32: tl.int32, torch.int64: tl.int64}
@@ -27,30 +23,6 @@ CACHED = 32 << 20
 # Samples whose corners are sorted at a time in the deterministic mode: bounds its memory to about
 # 450 MB.
 SORTED_AT_ONCE = 1 << 22
-
-
-@functools.cache
-def missing() -> list[str]:
-    """Why Triton kernels cannot run on this machine; empty if they can."""
-    if INTERPRET or torch.cuda.is_available():
-        return []
-    return ["no CUDA device is available, and TRITON_INTERPRET=1 is not set"]
-
-
-def describe() -> str:
-    if INTERPRET:
-        return f"Triton {triton.__version__}, interpreted on the CPU"
-    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
-
-
-def supports(value: Tensor, loc: Tensor, weight: Tensor | None) -> list[str]:
-    """Every reason against running this problem; empty if it can run."""
-    reasons = list(missing())
-    if value.device.type != "cuda" and not INTERPRET:
-        reasons.append(f"Triton kernels need CUDA tensors, got {value.device.type}")
-    if value.dtype not in FEATURE_DTYPES:
-        reasons.append(f"features of {value.dtype}")
-    return reasons
 
 
 def sample_sum(

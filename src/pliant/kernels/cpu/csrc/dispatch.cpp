@@ -199,7 +199,7 @@ int64_t sample_sum(Sum& s, const Kernels& kernels) {
 
 int64_t grad_samples(Sum& s, const Kernels& kernels) {
   const SumCall& c = s.call;
-  if (c.N * c.Q * c.G * c.V * c.P == 0) return OK;
+  if (c.N * c.Q * c.G * c.V * c.P * c.S * c.K * c.D == 0) return OK;
   divide_queries(s);
   return run_queries(s, kernels, kernels.grad_samples, (padded(c.D, 16) + c.K * TAPS) * sum_bytes(c.value_dtype));
 }
