@@ -168,8 +168,9 @@ def test_an_instruction_set_that_is_not_there_is_an_error_that_says_so():
         import torch, pliant
         from pliant.kernels import cpu
         print(cpu.missing())
-        value, samples = torch.rand(1, 4, 1, 2), (torch.rand(1, 1, 1, 1, 1, 2), torch.rand(1, 1, 1,
-        1, 1)) try:
+        value = torch.rand(1, 4, 1, 2)
+        samples = torch.rand(1, 1, 1, 1, 1, 2), torch.rand(1, 1, 1, 1, 1)
+        try:
             pliant.multi_scale_deformable_attn(value, [(2, 2)], None, *samples, impl="cpu")
         except NotImplementedError as error:
             print(error)
