@@ -366,7 +366,7 @@ def deform_conv(
         return out.zero_() if bias is None else out.copy_(bias.view(1, co, 1, 1).expand_as(out))
     geometry = Geometry(kernel, stride, padding, dilation)
     sizes = channel_sizes(c, co, cg, offset.shape[1] // (2 * kernel[0] * kernel[1]))
-    choices = options(input, offset, out)
+    choices = options(input, offset, mask, out)
     q, align = ho * wo, alignment(ho * wo)
     exact = precision(input.dtype)
     tile = forward_tile(n, q, kernel[0] * kernel[1], sizes, exact, input.dtype, input.device)
@@ -425,7 +425,7 @@ def deform_columns(
             channels_last(input), shifts, given, out,
             ho * kh, wo * kw // align, h, w, wo, *shifts.stride(), *given.stride(),
             C=c, CD=per_group, **geometry.constants(), MODULATED=mask is not None, W_ALIGN=align,
-            **options(input, offset, out), **tile,
+            **options(input, offset, mask, out), **tile,
         )  # fmt: skip
     return out
 
@@ -476,10 +476,18 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and allowed else "ieee"
 
 
-def options(input: Tensor, offset: Tensor, *others: Tensor) -> dict[str, object]:
+def options(
+    input: Tensor, offset: Tensor, mask: Tensor | None, *others: Tensor
+) -> dict[str, object]:
     """Types of a kernel: places in one image are int32 unless an operand extends farther."""
-    far = sum((n - 1) * s for n, s in zip(offset.shape[1:], offset.stride()[1:], strict=True))
-    far = max(far, *(x[:1].numel() for x in (input, *others)))
+    strided = (offset,) if mask is None else (offset, mask)
+    far = max(
+        *(
+            sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True))
+            for x in strided
+        ),
+        *(x[:1].numel() for x in (input, *others)),
+    )
     return {
         "ROW": tl.int64 if far >= 2**31 - 2**16 else tl.int32,
         "POS": tl.float64 if offset.dtype == torch.float64 else tl.float32,
@@ -503,22 +511,23 @@ def forward_tile(
     """Positions, output channels and summed channels of a tile, and the programs that share one.
 
     With tensor cores, as many outputs as registers hold, because every tile gathers anew: one
-    program fills a multiprocessor. Without, small tiles, of which four run at a time.
+    program fills a multiprocessor, or two. Without, small tiles, of which four run at a time.
     """
     outputs, run = triton.next_power_of_2(sizes["COG"]), triton.next_power_of_2(sizes["RUN"])
     if dtype in (torch.float16, torch.bfloat16) or precision == "tf32":
         bm, bn, bk = 128, min(max(outputs, 16), 256), min(max(run, 16), 128 // dtype.itemsize)
-        resident, warps, stages = 1, 8, 3
+        resident, launch = (1 if bn > 64 else 2), {"num_warps": 8, "num_stages": 3}
+        if resident == 2:
+            launch["maxnreg"] = 128
     else:
         bm, bn, bk = 64, min(max(outputs, 16), 64), 16
-        resident, warps, stages = 4, bn // 16, 2
+        resident, launch = 4, {"num_warps": bn // 16, "num_stages": 2}
     programs = triton.cdiv(positions, bm) * images * triton.cdiv(sizes["COG"], bn)
     programs *= sizes["C"] // sizes["CG"]
     steps = sizes["CG"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], bk) * taps
     splits = max(1, min(resident * multiprocessors(device) // programs, steps // 4, 8))
     splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none without a step
-    tile = {"SPLITS": splits, "BM": bm, "BN": bn, "BK": bk}
-    return {**tile, "num_warps": warps, "num_stages": stages}
+    return {"SPLITS": splits, "BM": bm, "BN": bn, "BK": bk, **launch}
 
 
 @functools.cache
@@ -544,14 +553,12 @@ def transpose_tile(rows: int, columns: int) -> dict[str, int]:
 
 
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
-    """Positions and channels: 128 bytes of a pixel, 16 for a thread."""
+    """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads."""
     bc = min(triton.next_power_of_2(channels), 128 // element)
-    return {"BM": 2048 // (128 // element * element), "BC": bc, "num_warps": 4}
+    return {"BM": min(2048 // (bc * element), 128), "BC": bc, "num_warps": 4}
 
 
 def collect_tile(channels: int, element: int) -> dict[str, int]:
-    """Pixels that a program goes through, samples and channels that it adds at a time."""
-    return {
-        "BP": 4, "BE": 128 // element, "BC": min(triton.next_power_of_2(channels), 64),
-        "num_warps": 1,
-    }  # fmt: skip
+    """Pixels that a program goes through, and samples, one a lane, and channels that it adds."""
+    bc = min(triton.next_power_of_2(channels), 64)
+    return {"BP": 4, "BE": min(128 // element, 32), "BC": bc, "num_warps": 1}

@@ -352,7 +352,7 @@ def _problem(
         offset.shape[3],
         constants,
         forward.channel_sizes(input.shape[1], outputs, cg, offset.shape[1] // (2 * constants["K"])),
-        forward.options(input, offset),
+        forward.options(input, offset, mask),
     )
 
 
