@@ -7,12 +7,13 @@ is not timed.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import errors, failures, save
@@ -23,26 +24,49 @@ import pliant
 from pliant import testing
 from pliant.testing import DIFFERENTIABLE, WORKLOADS
 
-F32, F16 = torch.float32, torch.float16
+Times = tuple[float, float]  # microseconds, forward and backward
 
-# id, dtype -> microseconds forward and backward: best peer on an H200, and what we aim at.
-FIGURES: dict[tuple[str, torch.dtype], tuple[str, tuple[float, float], tuple[float, float]]] = {
-    ("detr-enc-b1", F32): ("FlashDeformAttn / Deformable-DETR", (111, 767), (80, 290)),
-    ("detr-enc-b1", F16): ("FlashDeformAttn", (75, 1154), (50, 290)),
-    ("detr-enc-b8", F32): ("FlashDeformAttn / Deformable-DETR", (819, 6046), (575, 2250)),
-    ("detr-enc-b8", F16): ("FlashDeformAttn", (509, 8902), (400, 2250)),
-    ("rtdetr-dec-b16", F32): ("FlashDeformAttn / Deformable-DETR", (45, 229), (30, 120)),
-    ("rtdetr-dec-b16", F16): ("FlashDeformAttn", (31, 359), (19, 150)),
-    ("bev-sca", F32): ("FlashDeformAttn / Deformable-DETR", (751, 5047), (500, 1980)),
-    ("bev-sca", F16): ("FlashDeformAttn", (462, 8759), (380, 1980)),
-    ("sparse4d-b1", F32): ("Sparse4D", (551, 2060), (55, 145)),
-    ("sparse4d-b8", F32): ("Sparse4D", (4386, 16583), (390, 1050)),
-    ("gkt-doc", F32): ("MapTR", (379, 1840), (130, 400)),
-    ("dcn-256", F16): ("mmcv / torchvision", (563, 7480), (190, 1200)),
-    ("dcn-256", F32): ("torchvision", (620, 6047), (320, 1200)),
-    ("dcn-128", F16): ("mmcv / torchvision", (1014, 12514), (300, 2400)),
-    ("dcn-doc", F32): ("torchvision", (183, 1285), (60, 200)),
-}
+
+class Figure(NamedTuple):
+    """What is known of a case on an NVIDIA H200.
+
+    The floor is the traffic of memory, or of all in-map corners at the rate of the second-level
+    cache (read in the forward, summed atomically in float32 in the backward) if that takes longer.
+    It is not a hard limit: neighbours share lines of the first-level cache.
+    """
+
+    id: str
+    dtype: (
+        str  # tf32: float32 tensors, products as `torch.backends.cuda.matmul.allow_tf32` has them
+    )
+    peers: str = ""  # the best ones, forward / backward
+    peer: Times | None = None
+    floor: Times | None = None
+    aim: Times | None = None
+
+
+FLASH = "FlashDeformAttn / Deformable-DETR"
+FIGURES = [
+    Figure("detr-enc-b1", "float32", FLASH, (111, 767), (101, 243), (80, 290)),
+    Figure("detr-enc-b1", "float16", "FlashDeformAttn", (75, 1154), (51, 243), (50, 290)),
+    Figure("detr-enc-b8", "float32", FLASH, (819, 6046), (810, 1947), (575, 2250)),
+    Figure("detr-enc-b8", "float16", "FlashDeformAttn", (509, 8902), (405, 1947), (400, 2250)),
+    Figure("rtdetr-dec-b16", "float32", FLASH, (45, 229), (35, 69), (30, 120)),
+    Figure("rtdetr-dec-b16", "float16", "FlashDeformAttn", (31, 359), (17, 50), (19, 150)),
+    Figure("bev-sca", "float32", FLASH, (751, 5047), (720, 1731), (500, 1980)),
+    Figure("bev-sca", "float16", "FlashDeformAttn", (462, 8759), (360, 1731), (380, 1980)),
+    Figure("msda-doc", "float32"),
+    Figure("sparse4d-b1", "float32", "Sparse4D", (551, 2060), (24, 59), (55, 145)),
+    Figure("sparse4d-b8", "float32", "Sparse4D", (4386, 16583), (197, 475), (390, 1050)),
+    Figure("da-doc", "float32"),
+    Figure("gkt-doc", "float32", "MapTR", (379, 1840), (107, 257), (130, 400)),
+    Figure("maptr-tiny", "float32"),
+    Figure("dcn-256", "float16", "mmcv / torchvision", (563, 7480), (70, 335), (190, 1200)),
+    Figure("dcn-256", "tf32", "torchvision", (620, 6047), (139, 335), (320, 1200)),
+    Figure("dcn-256", "float32"),
+    Figure("dcn-128", "float16", "mmcv / torchvision", (1014, 12514), (139, 670), (300, 2400)),
+    Figure("dcn-doc", "float32", "torchvision", (183, 1285), (24, 57), (60, 200)),
+]  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -53,20 +77,20 @@ def main() -> int:
         print("No CUDA device is available.", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 160)
-    torch.backends.cuda.matmul.allow_tf32 = True  # as the peers' figures of the convolution
     rows: list[Row] = []
     refused: dict[str, list[str]] = {}
-    for id, dtype in FIGURES:
-        operator = WORKLOADS[id].operator
-        if arguments.case and id not in arguments.case:
+    for figure in FIGURES:
+        operator = WORKLOADS[figure.id].operator
+        if arguments.case and figure.id not in arguments.case:
             continue
         if failed := failures(operator, "triton", "cuda"):
             refused[operator] = failed
             continue
-        own = WORKLOADS[id].positions
-        spread = [own] if operator == "deform_conv2d" or own == "uniform" else [own, "uniform"]
-        for positions in spread:
-            rows.append(_row(id, dtype, positions))
+        own = WORKLOADS[figure.id].positions
+        for positions in (
+            (own, "uniform") if own in ("local", "proj") and "dcn" not in figure.id else (own,)
+        ):
+            rows.append(_row(figure, positions))
             console.print(_line(rows[-1]))
     console.print(_table(rows))
     for operator, failed in refused.items():
@@ -78,44 +102,51 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=sorted({id for id, _ in FIGURES}))
+    parser.add_argument(
+        "--case", action="append", choices=sorted({figure.id for figure in FIGURES})
+    )
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
     return parser.parse_args()
 
 
-def _row(id: str, dtype: torch.dtype, positions: str) -> Row:
-    operator = WORKLOADS[id].operator
-    inputs = testing.workload(id, dtype, "cuda", positions=positions)
+def _row(figure: Figure, positions: str) -> Row:
+    operator = WORKLOADS[figure.id].operator
+    dtype = torch.float32 if figure.dtype == "tf32" else getattr(torch, figure.dtype)
+    inputs = testing.workload(figure.id, dtype, "cuda", positions=positions)
     for name, x in inputs.items():  # metadata on the device, as models hold them
         if isinstance(x, torch.Tensor):
             inputs[name] = x.cuda()
     names = [n for n in DIFFERENTIABLE[operator] if inputs.get(n) is not None]
     leaves = [inputs[name].requires_grad_() for name in names]
-    function = getattr(pliant, operator)
-    grad = testing.incoming(function(**inputs).detach())
+    function = functools.partial(getattr(pliant, operator), **inputs)
+    grad = testing.incoming(function().detach())
+    torch.backends.cuda.matmul.allow_tf32 = figure.dtype == "tf32"
+    try:
+        forward, backward = _times(function, leaves, grad)
+        row: Row = {
+            "id": figure.id,
+            "dtype": figure.dtype,
+            "positions": positions,
+            "forward": forward,
+            "backward": backward,
+            "deterministic_backward": _deterministic(function, leaves, grad) - forward,
+            "host": host_time(function),
+            "host_without_gradients": host_time(torch.no_grad()(function)),
+            "extra_memory": _extra_memory(function, leaves, grad),
+            "error": errors(operator, inputs, "triton", grad)._asdict(),
+        }
+        return row | (_beside(inputs, leaves, grad) if operator == "deform_conv2d" else {})
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return function(**inputs)  # type: ignore[no-any-return]
 
-    def both() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(function(**inputs), leaves, grad)
-
-    ahead = device_time(forward)
-    row: Row = {
-        "id": id,
-        "dtype": str(dtype).removeprefix("torch."),
-        "positions": positions,
-        "forward": ahead,
-        "backward": device_time(both) - ahead,
-        "host": host_time(lambda: function(**inputs)),
-        "extra_memory": _extra_memory(both, leaves),
-        "error": errors(operator, inputs, "triton", grad)._asdict(),
-    }
-    row["deterministic_backward"] = _deterministic(both) - ahead
-    if operator == "deform_conv2d":
-        row |= _beside(inputs, leaves, grad)
-    return row
+def _times(
+    function: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor
+) -> Times:
+    """Device time, forward without gradients and backward."""
+    forward = device_time(torch.no_grad()(function))
+    both = device_time(lambda: torch.autograd.grad(function(), leaves, grad))
+    return forward, both - forward
 
 
 def device_time(step: Callable[[], Any], repeats: int = 5, replays: int = 9) -> float:
@@ -156,60 +187,60 @@ def host_time(step: Callable[[], Any], calls: int = 50) -> float:
     return statistics.median(times)
 
 
-def _deterministic(step: Callable[[], Any]) -> float:
+def _deterministic(
+    function: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor
+) -> float:
+    """Microseconds of an eager step, forward and backward, in the deterministic mode."""
     torch.use_deterministic_algorithms(True)
     try:
-        step()
         times = []
-        for _ in range(3):
+        for _ in range(4):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            step()
+            torch.autograd.grad(function(), leaves, grad)
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e6)
-        return statistics.median(times)
+        return statistics.median(times[1:])
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def _extra_memory(step: Callable[[], Any], leaves: list[torch.Tensor]) -> int:
-    """Bytes at the peak beyond inputs, result and gradients."""
+def _extra_memory(
+    function: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor
+) -> int:
+    """Bytes at the peak of a step beyond inputs, result and gradients."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    grads = step()
+    out = function()
+    grads = torch.autograd.grad(out, leaves, grad)
     torch.cuda.synchronize()
-    kept = sum(g.numel() * g.element_size() for g in grads)
-    return torch.cuda.max_memory_allocated() - before - kept
+    made = sum(x.numel() * x.element_size() for x in (out, *grads))
+    return torch.cuda.max_memory_allocated() - before - made
 
 
 def _beside(inputs: dict[str, Any], leaves: list[torch.Tensor], grad: torch.Tensor) -> Row:
-    """torchvision's operator and an ordinary convolution of the same size."""
-    x, weight = inputs["input"], inputs["weight"]
-    padding = inputs["padding"]
-    ordinary = lambda: torch.nn.functional.conv2d(x, weight, padding=padding)  # noqa: E731
-    last = x.detach().contiguous(memory_format=torch.channels_last)
-
-    def channels_last() -> torch.Tensor:
-        with torch.no_grad():
-            return pliant.deform_conv2d(**{**inputs, "input": last})
-
+    """Ours on a channels-last input, an ordinary convolution of the size, and torchvision's."""
+    x, offset, weight, mask = (inputs[name] for name in ("input", "offset", "weight", "mask"))
+    padding, last = inputs["padding"], torch.channels_last
+    pixels, filters = (
+        t.detach().contiguous(memory_format=last).requires_grad_() for t in (x, weight)
+    )
+    ours = functools.partial(pliant.deform_conv2d, **{**inputs, "input": pixels, "weight": filters})
+    known = [pixels if t is x else filters if t is weight else t for t in leaves]
+    conv = functools.partial(torch.nn.functional.conv2d, pixels, filters, padding=padding)
+    grad_last = grad.contiguous(memory_format=last)
     row: Row = {
-        "ordinary_forward": device_time(lambda: ordinary().detach()),
-        "forward_channels_last": device_time(channels_last),
+        "channels_last": _times(ours, known, grad_last),
+        "ordinary": _times(conv, [pixels, filters], grad_last),
     }
     try:
         from torchvision.ops import deform_conv2d
     except (ImportError, RuntimeError):
         return row
-
-    def theirs() -> torch.Tensor:
-        return deform_conv2d(  # type: ignore[no-any-return]
-            x, inputs["offset"].to(x.dtype), weight, padding=padding, mask=inputs["mask"]
-        )
-
-    with torch.no_grad():
-        row["torchvision_forward"] = device_time(theirs)
+    shifts = offset.detach().to(x.dtype).requires_grad_()
+    theirs = functools.partial(deform_conv2d, x, shifts, weight, padding=padding, mask=mask)
+    row["torchvision"] = _times(theirs, [shifts if t is offset else t for t in leaves], grad)
     return row
 
 
@@ -222,23 +253,30 @@ def _line(row: Row) -> str:
 
 def _table(rows: list[Row]) -> Table:
     table = Table(title="device time in microseconds, forward / backward")
-    names = "case,dtype,positions,ours,deterministic,host,peer,over peer,aim,error,extra MiB"
+    names = "case,dtype,positions,ours,peer,over peer,of floor,aim,determ.,host,error,extra MiB"
     for name in names.split(","):
         table.add_column(name, justify="left" if name in ("case", "dtype") else "right")
+    known = {(figure.id, figure.dtype): figure for figure in FIGURES}
     for row in rows:
-        dtype = getattr(torch, row["dtype"])
-        _, peer, aim = FIGURES[row["id"], dtype]
+        figure, ours = known[row["id"], row["dtype"]], (row["forward"], row["backward"])
         own = row["positions"] == WORKLOADS[row["id"]].positions
-        ratios = f"{peer[0] / row['forward']:.1f}x / {peer[1] / row['backward']:.1f}x"
+        peer, floor, aim = (t if own else None for t in (figure.peer, figure.floor, figure.aim))
         table.add_row(
-            row["id"], row["dtype"], row["positions"],
-            f"{row['forward']:.0f} / {row['backward']:.0f}", f"{row['deterministic_backward']:.0f}",
-            f"{row['host']:.0f}", f"{peer[0]} / {peer[1]}" if own else "", ratios if own else "",
-            f"{aim[0]} / {aim[1]}" if own else "",
-            f"{row['error']['forward']:.0e} / {row['error']['backward']:.0e}",
+            row["id"], row["dtype"], row["positions"], _pair(ours), _pair(peer),
+            _pair(peer and (peer[0] / ours[0], peer[1] / ours[1]), "{:.1f}x"),
+            _pair(floor and (ours[0] / floor[0], ours[1] / floor[1]), "{:.1f}"), _pair(aim),
+            f"{row['deterministic_backward']:.0f}", f"{row['host']:.0f}",
+            _pair((row["error"]["forward"], row["error"]["backward"]), "{:.0e}"),
             f"{row['extra_memory'] / 2**20:.0f}",
         )  # fmt: skip
+        for beside in ("channels_last", "torchvision", "ordinary"):
+            if beside in row:
+                table.add_row("", beside.replace("_", "-"), "", _pair(row[beside]))
     return table
+
+
+def _pair(times: Times | None, form: str = "{:.0f}") -> str:
+    return "" if times is None else " / ".join(form.format(t) for t in times)
 
 
 if __name__ == "__main__":

@@ -166,9 +166,9 @@ def test_half_features_are_summed_in_float32_and_rounded_once():
 @pytest.mark.parametrize("layout", ["channels-last", "strided", "expanded", "sliced"])
 def test_any_layout_gives_the_bits_of_the_contiguous_one(layout, dtype):
     change = {
-        "channels-last": lambda x: x.contiguous(memory_format=torch.channels_last)
-        if x.dim() == 4
-        else x,
+        "channels-last": lambda x: (
+            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+        ),
         "strided": strided,
         "expanded": lambda x: x[:1].expand(x.shape),
         "sliced": lambda x: x.repeat_interleave(2, 0)[::2],

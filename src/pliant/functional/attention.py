@@ -70,7 +70,7 @@ def multi_scale_deformable_attn(
         shapes,
         starts,
         sampling_locations,
-        attention_weights.unsqueeze(-1).unsqueeze(-1),  # [B, Q, H, L, P, 1, 1]
+        attention_weights.view(*attention_weights.shape, 1, 1),
         *POLICY,
         chosen,
     ).flatten(2)

@@ -69,7 +69,7 @@ def geometric_kernel_attention(
         shapes,
         starts,
         sampling_locations.detach(),
-        attention_weights.unsqueeze(-1).unsqueeze(-1),  # [B, Q, H, L, P, 1, 1]
+        attention_weights.view(*attention_weights.shape, 1, 1),
         *POLICY,
         chosen,
     ).flatten(2)

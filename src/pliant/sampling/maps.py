@@ -49,7 +49,7 @@ def resolve(
         stream = torch._C._cuda_getCurrentRawStream(value.device.index) if value.is_cuda else 0
         return _remembered(*on_host, value.shape[1], value.device, stream)
 
-    _check_sizes(names, shapes_size, starts_size)
+    _sizes(names, shapes_size, starts_size)
     shapes = torch.as_tensor(shapes, device=value.device)
     if starts is None:
         areas = shapes.prod(-1).flatten()
@@ -69,6 +69,9 @@ def _check_sizes(names: Names, shapes: tuple[int, ...], starts: tuple[int, ...] 
         checks.shape(names.op, names.starts, starts, names.axes, sizes)
 
 
+_sizes = checks.once(_check_sizes)
+
+
 def _host(
     op: str, name: str, x: Metadata, rank: int, tracing: bool
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
@@ -80,7 +83,7 @@ def _host(
         readable = x.is_cpu or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
         if tracing or not readable:
             return None, x.shape
-        return tuple(x.flatten().tolist()), x.shape
+        return tuple((x if x.dim() == 1 else x.flatten()).tolist()), x.shape
     flat, size = x, [len(x)] if isinstance(x, (list, tuple)) else []
     for _ in range(rank - 1):
         if not size or not all(isinstance(row, (list, tuple)) for row in flat):

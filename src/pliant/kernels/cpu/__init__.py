@@ -1,9 +1,9 @@
 """CPU kernels: C++ without torch headers, called through a plain C interface.
 
-    library.py   finds and loads the shared library, chooses the instruction set
-    launch.py, convolution.py
-                 tensors to pointers, sizes and strides; one call of the library
-    csrc/        the kernels; taps.h is the only place that knows corners, masks and derivatives
+library.py   finds and loads the shared library, chooses the instruction set
+launch.py, convolution.py
+             tensors to pointers, sizes and strides; one call of the library
+csrc/        the kernels; taps.h is the only place that knows corners, masks and derivatives
 """
 
 from .convolution import deform_columns, deform_columns_backward, deform_conv, deform_conv_backward

@@ -1,11 +1,9 @@
 """Gradients of the weighted sum.
 
-`by_point`   one query at a time: gradients of positions and weights, which it owns, and of the
-features,
-             added atomically in the accumulator's dtype.
+`by_point`   a query at a time: gradients of positions and weights, which it owns, and of the
+             features, added atomically in the accumulator's dtype.
 `scatter` and `collect`   the same gradient of the features in a fixed order of sums: every corner
-that is
-             read is written down with its row, the rows are sorted, and each row sums its own.
+             that is read is written down with its row, the rows are sorted, and each sums its own.
 """
 
 import triton
@@ -31,7 +29,8 @@ def by_point(
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    PAIR: tl.constexpr, BLOCKS: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    PAIR: tl.constexpr, UNIFORM: tl.constexpr, BLOCKS: tl.constexpr,
+    BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n = pid // G // Q
@@ -46,98 +45,57 @@ def by_point(
     grad_loc += n * gl_n + q * gl_q + g * gl_g
     grad_weight += n * gw_n + q * gw_q + g * gw_g
     grad += tl.zeros([BJ], tl.int32)[:, None, None] + (k * g_k)[None, :, None]  # [BJ, BK, 1]
-    if D <= BD:
-        go = _load_grad(grad, k, 0, g_d, K, D, BD, ACC)
+    go = _load_grad(grad, k, 0, g_d, K, D, BD, ACC)
     for b in range(BLOCKS):
-        if SKIP:  # a tile is of one view: most views see none of the points
-            v = tl.program_id(1) + tl.zeros([BJ], tl.int32)
-            p = b * BJ + tl.arange(0, BJ)
+        j = b * BJ + tl.arange(0, BJ)
+        if SKIP:  # one view after another: most see none of the points
+            v = tl.program_id(1)
+            p = j
+            live = p < P
+        elif UNIFORM:
+            v = b // (P // BJ)
+            p = j % P
             live = p < P
         else:
-            j = b * BJ + tl.arange(0, BJ)
             v = j // P
             p = j % P
             live = v < V
-        place = loc + v * l_v + p * l_p
-        x, y = taps.load_position(place, l_c, live, PAIR, POS)
+        x, y = taps.load_position(loc + v * l_v + p * l_p, l_c, live, PAIR, POS)
         if SKIP:
             live = live & taps.inside(x, y)
-        if tl.max(live.to(tl.int32), 0) > 0:
+        if _any(live, SKIP):
             along_x = tl.zeros([BJ], ACC)
             along_y = tl.zeros([BJ], ACC)
             for r in range(R):
-                h, w, start = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
-                each = weight + (v * w_v + p * w_p + r * w_r)[:, None] + (k * w_k)[None, :]
-                a = tl.load(each, mask=live[:, None] & (k < K)[None, :], other=0).to(ACC)
-                by_a = tl.zeros([BJ, BK], ACC)
-                by_x = tl.zeros([BJ, BK], ACC)
-                by_y = tl.zeros([BJ, BK], ACC)
-                if NEAREST:
-                    row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
-                else:
-                    row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
-                        x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
-                    )
-                    counts = m00 | m01 | m10 | m11
-                    fx = fx[:, None, None]
-                    fy = fy[:, None, None]
-                from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
-                to_row = grad_value + (row * gv_s)[:, None, None] + (k * gv_k)[None, :, None]
-                for d0 in range(0, D, BD):
-                    d = (d0 + tl.arange(0, BD))[None, None, :]
-                    if D > BD:
-                        go = _load_grad(grad, k, d0, g_d, K, D, BD, ACC)
-                    if NEAREST:
-                        n00 = _corner(counts, k, d, K, D, BK, BD)
-                        if TO_WEIGHT:
-                            by_a += tl.sum(
-                                go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2
-                            )
-                        if TO_VALUE:
-                            tl.atomic_add(
-                                to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed"
-                            )
+                m = v * R + r
+                by = weight + (v * w_v + p * w_p + r * w_r)
+                to = grad_weight + (v * gw_v + p * gw_p + r * gw_r)
+                if UNIFORM:
+                    h, w, start, honest = taps.load_map(shapes, starts, m, None, S, False, ROW)
+                    if honest:  # always, unless the metadata lie
+                        dx, dy = _differentiate(
+                            grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
+                            g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
+                            UNIT, SKIP, NEAREST, True, TO_VALUE, TO_LOC, TO_WEIGHT,
+                            ROW, ACC, INTERPRET, BJ, BK, BD,
+                        )  # fmt: skip
                     else:
-                        n00 = _corner(m00, k, d, K, D, BK, BD)
-                        n01 = _corner(m01, k, d, K, D, BK, BD)
-                        n10 = _corner(m10, k, d, K, D, BK, BD)
-                        n11 = _corner(m11, k, d, K, D, BK, BD)
-                        if TO_LOC or TO_WEIGHT:
-                            at = from_row + d * v_d
-                            v00 = tl.load(at, mask=n00, other=0).to(ACC)
-                            v01 = tl.load(at + v_s, mask=n01, other=0).to(ACC)
-                            at += (w * v_s)[:, None, None]
-                            v10 = tl.load(at, mask=n10, other=0).to(ACC)
-                            v11 = tl.load(at + v_s, mask=n11, other=0).to(ACC)
-                            top = v00 * (1 - fx) + v01 * fx
-                            bottom = v10 * (1 - fx) + v11 * fx
-                            if TO_WEIGHT:
-                                by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
-                            if TO_LOC:
-                                by_x += tl.sum(go * ((v01 - v00) * (1 - fy) + (v11 - v10) * fy), 2)
-                                by_y += tl.sum(go * (bottom - top), 2)
-                        if TO_VALUE:
-                            to = to_row + d * gv_d
-                            ga = go * a[:, :, None]
-                            tl.atomic_add(to, ga * ((1 - fx) * (1 - fy)), mask=n00, sem="relaxed")
-                            tl.atomic_add(to + gv_s, ga * (fx * (1 - fy)), mask=n01, sem="relaxed")
-                            to += (w * gv_s)[:, None, None]
-                            tl.atomic_add(to, ga * ((1 - fx) * fy), mask=n10, sem="relaxed")
-                            tl.atomic_add(to + gv_s, ga * (fx * fy), mask=n11, sem="relaxed")
-                # A sample that does not count gives zero, whatever the incoming gradient holds.
-                if TO_WEIGHT:
-                    each = (
-                        grad_weight
-                        + (v * gw_v + p * gw_p + r * gw_r)[:, None]
-                        + (k * gw_k)[None, :]
-                    )
-                    by_a = tl.where(counts[:, None], by_a, 0)
-                    tl.store(each, by_a, mask=live[:, None] & (k < K)[None, :])
-                if TO_LOC:
-                    scale_x = w.to(ACC) if UNIT else 1.0
-                    scale_y = h.to(ACC) if UNIT else 1.0
-                    along_x += tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
-                    along_y += tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
+                        dx, dy = _differentiate(
+                            grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
+                            g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
+                            UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
+                            ROW, ACC, INTERPRET, BJ, BK, BD,
+                        )  # fmt: skip
+                else:
+                    h, w, start, _ = taps.load_map(shapes, starts, m, live, S, False, ROW)
+                    dx, dy = _differentiate(
+                        grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
+                        g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
+                        UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
+                        ROW, ACC, INTERPRET, BJ, BK, BD,
+                    )  # fmt: skip
+                along_x += dx
+                along_y += dy
             if TO_LOC:
                 place = grad_loc + v * gl_v + p * gl_p
                 tl.store(place, along_x, mask=live)
@@ -145,11 +103,101 @@ def by_point(
 
 
 @triton.jit
+def _differentiate(
+    grad, go, value, weight, grad_value, grad_weight, x, y, h, w, start, live, S, k,
+    g_d: tl.constexpr, v_s: tl.constexpr, v_k: tl.constexpr, v_d: tl.constexpr, w_k: tl.constexpr,
+    gv_s: tl.constexpr, gv_k: tl.constexpr, gv_d: tl.constexpr, gw_k: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
+    TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
+    ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Samples [BJ] of one map each: their gradients, of which those along x and y are returned."""
+    group = (k < K)[None, :]
+    a = tl.load(weight[:, None] + (k * w_k)[None, :], mask=live[:, None] & group, other=0).to(ACC)
+    by_a = tl.zeros([BJ, BK], ACC)
+    by_x = tl.zeros([BJ, BK], ACC)
+    by_y = tl.zeros([BJ, BK], ACC)
+    if NEAREST:
+        row, counts = taps.nearest(x, y, h, w, start, S, live, HONEST, ROW)
+    else:
+        row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+            x, y, h, w, start, S, live, UNIT, SKIP, HONEST, ROW, ACC, INTERPRET
+        )
+        counts = m00 | m01 | m10 | m11
+        fx = fx[:, None, None]
+        fy = fy[:, None, None]
+        below = (row + w) - row  # `w` for each of the points
+        below = below[:, None, None]
+    from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
+    to_row = grad_value + (row * gv_s)[:, None, None] + (k * gv_k)[None, :, None]
+    for d0 in range(0, D, BD):
+        d = (d0 + tl.arange(0, BD))[None, None, :]
+        if D > BD:
+            go = _load_grad(grad, k, d0, g_d, K, D, BD, ACC)
+        if NEAREST:
+            n00 = _corner(counts, k, d, K, D, BK, BD)
+            if TO_WEIGHT:
+                by_a += tl.sum(go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2)
+            if TO_VALUE:
+                tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
+        else:
+            n00 = _corner(m00, k, d, K, D, BK, BD)
+            n01 = _corner(m01, k, d, K, D, BK, BD)
+            n10 = _corner(m10, k, d, K, D, BK, BD)
+            n11 = _corner(m11, k, d, K, D, BK, BD)
+            if TO_LOC or TO_WEIGHT:
+                at = from_row + d * v_d
+                v00 = tl.load(at, mask=n00, other=0).to(ACC)
+                v01 = tl.load(at + v_s, mask=n01, other=0).to(ACC)
+                at += below * v_s
+                v10 = tl.load(at, mask=n10, other=0).to(ACC)
+                v11 = tl.load(at + v_s, mask=n11, other=0).to(ACC)
+                top = v00 * (1 - fx) + v01 * fx
+                bottom = v10 * (1 - fx) + v11 * fx
+                if TO_WEIGHT:
+                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
+                if TO_LOC:
+                    by_x += tl.sum(go * ((v01 - v00) * (1 - fy) + (v11 - v10) * fy), 2)
+                    by_y += tl.sum(go * (bottom - top), 2)
+            if TO_VALUE:
+                to = to_row + d * gv_d
+                ga = go * a[:, :, None]
+                tl.atomic_add(to, ga * ((1 - fx) * (1 - fy)), mask=n00, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * (fx * (1 - fy)), mask=n01, sem="relaxed")
+                to += below * gv_s
+                tl.atomic_add(to, ga * ((1 - fx) * fy), mask=n10, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * (fx * fy), mask=n11, sem="relaxed")
+    # A sample that does not count gives zero, whatever the incoming gradient holds.
+    if TO_WEIGHT:
+        by_a = tl.where(counts[:, None], by_a, 0)
+        tl.store(grad_weight[:, None] + (k * gw_k)[None, :], by_a, mask=live[:, None] & group)
+    dx = tl.zeros([BJ], ACC)
+    dy = tl.zeros([BJ], ACC)
+    if TO_LOC:
+        scale_x = w.to(ACC) if UNIT else 1.0
+        scale_y = h.to(ACC) if UNIT else 1.0
+        dx = tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
+        dy = tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
+    return dx, dy
+
+
+@triton.jit
+def _any(live, SKIP: tl.constexpr):
+    """Whether a sample counts; where few are skipped, it is not worth asking."""
+    if SKIP:
+        return tl.max(live.to(tl.int32), 0) > 0
+    else:
+        return True
+
+
+@triton.jit
 def _load_grad(
     grad, k, d0, g_d: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The incoming gradient [BJ, BK, BD], the same for every point, laid out as the samples."""
+    """The incoming gradient [BJ, BK, BD], the same for a query's points, laid out as they are."""
     d = d0 + tl.arange(0, BD)
     column = ((k < K)[:, None] & (d < D)[None, :])[None, :, :]
     return tl.load(grad + (d * g_d)[None, None, :], mask=column, other=0).to(ACC)
@@ -196,7 +244,7 @@ def scatter(
     n, q, g, v, p, r = _sample(i, first, queries, G, V, R, P)
     at = loc + n * l_n + q * l_q + g * l_g + v * l_v + p * l_p
     x, y = taps.load_position(at, l_c, live, False, POS)
-    h, w, start = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
+    h, w, start, _ = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
     if NEAREST:
         row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
         tl.store(rows + i, tl.where(counts, (n * S + row) * G + g, nowhere), mask=live)

@@ -10,7 +10,6 @@ Weights are read as [Co, kh*kw, C/groups]. A run is a stretch of channels within
 deformable group: its samples share their positions and meet the same weights.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps
-from .launch import _device_of
+from .launch import _device_of, multiprocessors, start
 
 Pair = Sequence[int]
 
@@ -47,22 +46,14 @@ def tap(
     row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
         x, y, H.to(ROW), W.to(ROW), 0, 0, live, False, False, True, ROW, ACC, INTERPRET
     )
+    counts = m00 | m01 | m10 | m11
+    fx = tl.where(counts, fx, 0)
+    fy = tl.where(counts, fy, 0)
     if MODULATED:
         a = tl.load(modulation + (g * K + k).to(ROW) * a_c + q.to(ROW) * a_q).to(ACC)
     else:
         a = tl.full(fx.shape, 1, ACC)
     return row, fx, fy, m00, m01, m10, m11, a
-
-
-@triton.jit
-def scaled(fx, fy, a, m00, m01, m10, m11):
-    """Coefficients times modulation; zero for a corner that is not read, whatever `a` is."""
-    c00, c01, c10, c11 = taps.coefficients(fx, fy)
-    c00 = tl.where(m00, c00 * a, 0)
-    c01 = tl.where(m01, c01 * a, 0)
-    c10 = tl.where(m10, c10 * a, 0)
-    c11 = tl.where(m11, c11 * a, 0)
-    return c00, c01, c10, c11
 
 
 @triton.jit
@@ -119,7 +110,7 @@ def _corners(
         offset, modulation, q, first // CD, k, H, W, WO, o_c, o_q, a_c, a_q, None,
         K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
     )  # fmt: skip
-    c00, c01, c10, c11 = scaled(fx, fy, a, m00, m01, m10, m11)
+    c00, c01, c10, c11 = taps.scaled(fx, fy, a, m00, m01, m10, m11)
     v00, v01, v10, v11 = load_corners(
         input, row, first + c, m00, m01, m10, m11, c < RUN, W, C, RUN % BK == 0
     )
@@ -258,7 +249,7 @@ def resample(
         offset + n * o_n, modulation + n * a_n, q, g, k, H, W, WO, o_c, o_q, a_c, a_q, live,
         K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
     )  # fmt: skip
-    c00, c01, c10, c11 = scaled(fx, fy, a, m00, m01, m10, m11)
+    c00, c01, c10, c11 = taps.scaled(fx, fy, a, m00, m01, m10, m11)
     v00, v01, v10, v11 = load_corners(
         input + n * H * W * C, row, c, m00, m01, m10, m11, counts, W, C, CD % BC == 0
     )
@@ -377,18 +368,20 @@ def deform_conv(
         target = out if splits == 1 else out.new_empty(splits, *size, dtype=accumulator(out.dtype))
         shifts, modulation = offset.flatten(2), None if mask is None else mask.flatten(2)
         given = shifts if modulation is None else modulation
-        bias = None if bias is None else bias.contiguous()
-        convolve[(blocks, splits)](
-            channels_last(input), shifts, given, channels_last(weight), bias, target,
-            n, q // align, h, w, wo, *shifts.stride(), *given.stride(),
+        added = weight if bias is None else bias.contiguous()
+        start(
+            convolve, (blocks, splits),
+            (channels_last(input), shifts, given, channels_last(weight), added, target),
+            (n, q // align, h, w, wo, *shifts.stride(), *given.stride()),
             **sizes, **geometry.constants(), MODULATED=mask is not None, Q_ALIGN=align,
             **(end if splits == 1 else {"BIAS": False, "LAST": True}),
             PRECISION=exact, **choices, **tile,
         )  # fmt: skip
         if splits > 1:
             rule = merge_tile(co)
-            merge[(triton.cdiv(q, rule["BM"]) * n, triton.cdiv(co, rule["BN"]))](
-                target, bias, out, n, q // align, CO=co, **end, Q_ALIGN=align, SPLITS=splits,
+            start(
+                merge, (triton.cdiv(q, rule["BM"]) * n, triton.cdiv(co, rule["BN"])),
+                (target, added, out), (n, q // align), CO=co, **end, Q_ALIGN=align, SPLITS=splits,
                 ROW=choices["ROW"], ACC=choices["ACC"], **rule,
             )  # fmt: skip
     return out
@@ -421,9 +414,9 @@ def deform_columns(
     with _device_of(input):
         shifts, modulation = offset.flatten(2), None if mask is None else mask.flatten(2)
         given = shifts if modulation is None else modulation
-        resample[grid](
-            channels_last(input), shifts, given, out,
-            ho * kh, wo * kw // align, h, w, wo, *shifts.stride(), *given.stride(),
+        start(
+            resample, grid, (channels_last(input), shifts, given, out),
+            (ho * kh, wo * kw // align, h, w, wo, *shifts.stride(), *given.stride()),
             C=c, CD=per_group, **geometry.constants(), MODULATED=mask is not None, W_ALIGN=align,
             **options(input, offset, mask, out), **tile,
         )  # fmt: skip
@@ -459,8 +452,9 @@ def transposed(source: Tensor, target: Tensor, batch: int, rows: int, columns: i
     blocks = triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
     for first in range(0, batch, 65535):  # the most that a grid's second axis holds
         last = min(first + 65535, batch)
-        transpose[(blocks, last - first)](
-            source[first:last], target[first:last], rows // r, columns // s,
+        start(
+            transpose, (blocks, last - first), (source[first:last], target[first:last]),
+            (rows // r, columns // s),
             R_ALIGN=r, S_ALIGN=s, **tile,
         )  # fmt: skip
 
@@ -471,9 +465,13 @@ def alignment(size: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How float32 factors are multiplied: as PyTorch is told to multiply its own."""
-    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype == torch.float32 and allowed else "ieee"
+    """How factors are multiplied: in float32 as PyTorch is told to multiply its own.
+
+    Three products of tf32 have the precision of one in float32 and take a quarter of its time.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def options(
@@ -488,9 +486,10 @@ def options(
         ),
         *(x[:1].numel() for x in (input, *others)),
     )
+    exact = offset.dtype != torch.float64 and max(input.shape[2:]) < 2**taps.SIDE.value
     return {
         "ROW": tl.int64 if far >= 2**31 - 2**16 else tl.int32,
-        "POS": tl.float64 if offset.dtype == torch.float64 else tl.float32,
+        "POS": tl.float32 if exact else tl.float64,  # which resolves the pixels of any image
         "ACC": tl.float64 if input.dtype == torch.float64 else tl.float32,
         "INTERPRET": INTERPRET,
     }
@@ -510,31 +509,30 @@ def forward_tile(
 ) -> dict[str, int]:
     """Positions, output channels and summed channels of a tile, and the programs that share one.
 
-    With tensor cores, as many outputs as registers hold, because every tile gathers anew: one
-    program fills a multiprocessor, or two. Without, small tiles, of which four run at a time.
+    As many outputs as registers hold, because every tile gathers anew.
     """
     outputs, run = triton.next_power_of_2(sizes["COG"]), triton.next_power_of_2(sizes["RUN"])
-    if dtype in (torch.float16, torch.bfloat16) or precision == "tf32":
-        bm, bn, bk = 128, min(max(outputs, 16), 256), min(max(run, 16), 128 // dtype.itemsize)
-        resident, launch = (1 if bn > 64 else 2), {"num_warps": 8, "num_stages": 3}
-        if resident == 2:
-            launch["maxnreg"] = 128
+    bm, bn, bk = 64, min(max(outputs, 16), 256), max(run, 16)
+    if precision == "tf32x3":  # of both factors twice the registers
+        bn, resident = min(bn, 128), 1
+        bk = min(bk, 32 if bn <= 32 else 16)
+        launch = {"num_warps": 4, "num_stages": 1 if bn <= 32 else 2}
+        if bn > 32:
+            launch["maxnreg"] = 168
+    elif dtype == torch.float64:
+        bn, bk, resident = min(bn, 64), 16, 4
+        launch = {"num_warps": bn // 16, "num_stages": 2}
     else:
-        bm, bn, bk = 64, min(max(outputs, 16), 64), 16
-        resident, launch = 4, {"num_warps": bn // 16, "num_stages": 2}
+        bk, resident = min(bk, 128 // dtype.itemsize), max(2, min(384 // bn, 4))
+        wide = bn > 128
+        launch = {"num_warps": 8 if wide else 4, "num_stages": 3 if wide else 2}
+        launch["maxnreg"] = 168 if bn == 128 else 128
     programs = triton.cdiv(positions, bm) * images * triton.cdiv(sizes["COG"], bn)
     programs *= sizes["C"] // sizes["CG"]
     steps = sizes["CG"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], bk) * taps
     splits = max(1, min(resident * multiprocessors(device) // programs, steps // 4, 8))
     splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none without a step
     return {"SPLITS": splits, "BM": bm, "BN": bn, "BK": bk, **launch}
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def merge_tile(outputs: int) -> dict[str, int]:
@@ -545,7 +543,8 @@ def merge_tile(outputs: int) -> dict[str, int]:
 def columns_tile(width: int, channels: int, element: int) -> dict[str, int]:
     """Places in a line of the columns, and channels: 128 bytes of a pixel."""
     bc = min(triton.next_power_of_2(channels), 128 // element)
-    return {"BJ": min(triton.next_power_of_2(width), 64), "BC": bc, "num_warps": 4}
+    # Triton 3.6 fails to compile some narrower tiles of float64.
+    return {"BJ": max(32, min(triton.next_power_of_2(width), 64)), "BC": bc, "num_warps": 4}
 
 
 def transpose_tile(rows: int, columns: int) -> dict[str, int]:

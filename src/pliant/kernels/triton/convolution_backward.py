@@ -20,8 +20,8 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, convolution as forward, taps
-from .convolution import Geometry, Pair, blend, load_corners, scaled, sides, tap
-from .launch import _device_of
+from .convolution import Geometry, Pair, blend, load_corners, sides, tap
+from .launch import _device_of, start
 
 Grads = tuple[Tensor | None, ...]
 
@@ -198,7 +198,7 @@ def differentiate(
         offset + n * o_n, modulation + n * a_n, q, g, k, H, W, WO, o_c, o_q, a_c, a_q, live,
         K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
     )  # fmt: skip
-    c00, c01, c10, c11 = scaled(fx, fy, a, m00, m01, m10, m11)
+    c00, c01, c10, c11 = taps.scaled(fx, fy, a, m00, m01, m10, m11)
     s00 = tl.zeros([BM], ACC)
     s01 = tl.zeros([BM], ACC)
     s10 = tl.zeros([BM], ACC)
@@ -444,8 +444,8 @@ def _bins(problem: Problem) -> Bins:
     where = (q, h, w, problem.width, *problem.offset.stride())
     tile = {"B": 256, "num_warps": 4}
     blocks = triton.cdiv(samples, tile["B"])
-    locate[(blocks,)](
-        problem.offset, counts, keys, samples, cells, *where, problem.groups,
+    start(
+        locate, (blocks,), (problem.offset, counts, keys), (samples, cells, *where, problem.groups),
         SORT=sort, **problem.constants, **choices, **tile,
     )  # fmt: skip
     if sort:
@@ -457,9 +457,10 @@ def _bins(problem: Problem) -> Bins:
     rows = torch.empty(samples, dtype=index, device=device)
     acc = accumulator(problem.pixels.dtype)
     coefficients = torch.empty(samples, 4, dtype=acc, device=device)
-    fill[(blocks,)](
-        problem.offset, problem.modulation, bounds, keys, rows, coefficients, samples, *where,
-        *problem.modulation.stride(), problem.groups,
+    start(
+        fill, (blocks,),
+        (problem.offset, problem.modulation, bounds, keys, rows, coefficients),
+        (samples, *where, *problem.modulation.stride(), problem.groups),
         MODULATED=problem.mask is not None, SORT=sort, **problem.constants, **choices, **tile,
     )  # fmt: skip
     return Bins(bounds, rows, coefficients)
@@ -473,12 +474,12 @@ def _collect(
     pixels = chunk.images * h * w
     tile = forward.collect_tile(sizes["CD"], columns.element_size())
     wide = bins.rows.dtype == torch.int64
-    collect[
-        triton.cdiv(pixels, tile["BP"]), problem.groups, triton.cdiv(sizes["CD"], tile["BC"])
-    ](
-        columns, bins.bounds, bins.rows, bins.coefficients, grad_pixels,
-        (chunk.image * q + chunk.first) * k, chunk.rows * k, pixels, chunk.image * h * w,
-        h, w, problem.groups, C=sizes["C"], CG=sizes["CG"], CD=sizes["CD"], ADD=chunk.first > 0,
+    blocks = (triton.cdiv(pixels, tile["BP"]), problem.groups, triton.cdiv(sizes["CD"], tile["BC"]))
+    start(
+        collect, blocks, (columns, bins.bounds, bins.rows, bins.coefficients, grad_pixels),
+        ((chunk.image * q + chunk.first) * k, chunk.rows * k, pixels, chunk.image * h * w,
+         h, w, problem.groups),
+        C=sizes["C"], CG=sizes["CG"], CD=sizes["CD"], ADD=chunk.first > 0,
         ROW=tl.int64 if wide else problem.options["ROW"], ACC=problem.options["ACC"], **tile,
     )  # fmt: skip
 
@@ -497,10 +498,11 @@ def _differentiate(
     go = problem.offset if grad_offset is None else grad_offset
     ga = problem.modulation if grad_mask is None else grad_mask
     blocks = triton.cdiv(chunk.part, tile["BM"]) * chunk.images
-    differentiate[blocks, problem.constants["K"], problem.groups](
-        pixels, problem.offset, problem.modulation, grad_columns, columns, go, ga,
-        chunk.first, chunk.part, chunk.image, chunk.rows, *pixels.shape[2:], problem.width,
-        *problem.offset.stride(), *problem.modulation.stride(), *go.stride(), *ga.stride(),
+    start(
+        differentiate, (blocks, problem.constants["K"], problem.groups),
+        (pixels, problem.offset, problem.modulation, grad_columns, columns, go, ga),
+        (chunk.first, chunk.part, chunk.image, chunk.rows, *pixels.shape[2:], problem.width,
+         *problem.offset.stride(), *problem.modulation.stride(), *go.stride(), *ga.stride()),
         **{name: sizes[name] for name in ("C", "CG", "CD", "RUN")}, **problem.constants,
         MODULATED=problem.mask is not None, TO_OFFSET=grad_offset is not None,
         TO_MASK=grad_mask is not None, TO_WEIGHT=to_weight, **problem.options, **tile,
@@ -517,9 +519,10 @@ def _unfold(problem: Problem, chunk: Chunk, grad: Tensor, columns: Tensor) -> No
     align = forward.alignment(width)
     blocks = chunk.images * touched * kh * triton.cdiv(width, tile["BJ"])
     wide = grad[:1].numel() >= 2**31 - 2**16
-    forward.unfold[blocks, triton.cdiv(c, tile["BC"])](
-        grad, columns, lines, width // align, problem.width,
-        chunk.first, chunk.part, chunk.image, top * kh, touched * kh,
+    start(
+        forward.unfold, (blocks, triton.cdiv(c, tile["BC"])), (grad, columns),
+        (lines, width // align, problem.width,
+         chunk.first, chunk.part, chunk.image, top * kh, touched * kh),
         C=c, K=constants["K"], KW=constants["KW"], W_ALIGN=align,
         ROW=tl.int64 if wide else tl.int32, **tile,
     )  # fmt: skip

@@ -1,10 +1,9 @@
 """The weighted sum of samples. Two tilings of one computation:
 
 `by_query`   a tile is [queries x heads, channels]; a query's points are read one after another.
-`by_point`   a tile is [points, channels] of one query and view; a tile in which no point counts is
-left
-             out before anything is read. For weights by channel group and for points mostly
-             outside.
+`by_point`   a tile is [points, channels] of one query and view; one in which no point counts is
+             left out before anything is read. For weights by channel group, for points mostly
+             outside, and for few queries of many points, which several programs share.
 """
 
 import triton
@@ -13,19 +12,19 @@ import triton.language as tl
 from . import taps
 
 
-@triton.jit(do_not_specialize=["Q", "S", "G"])
+@triton.jit(do_not_specialize=["Q", "S"])
 def by_query(
     value, shapes, starts, loc, weight, out,
-    Q, S, G,
+    Q, S,
     v_n, v_g, l_n, l_g, w_n, w_g,
     v_s: tl.constexpr, v_d: tl.constexpr,
     l_q: tl.constexpr, l_v: tl.constexpr, l_p: tl.constexpr, l_c: tl.constexpr,
     w_q: tl.constexpr, w_v: tl.constexpr, w_p: tl.constexpr, w_r: tl.constexpr,
-    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    BM: tl.constexpr, BQ: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-    PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr, SURVEY: tl.constexpr,
+    BQ: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
+    PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(Q, BQ)
     pid = tl.program_id(0)
@@ -44,11 +43,8 @@ def by_query(
     acc = tl.zeros([BQ * BG, BD], ACC)
     loc += q * l_q + g * l_g
     weight += q * w_q + g * w_g
-    trusted = False
-    if SURVEY:  # a look at all maps spares the samples their checks, if they are many
-        trusted = taps.all_honest(shapes, starts, V * R, S, BM)
-    if trusted:
-        for m in range(V * R):
+    if taps.all_honest(shapes, starts, V * R, S):  # always, unless the metadata lie
+        for m in tl.range(V * R, loop_unroll_factor=2):
             acc = _add_map(
                 acc, value, loc, weight, shapes, starts, m, S, column, d,
                 l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,
@@ -85,7 +81,7 @@ def _add_map(
     BD: tl.constexpr, BP: tl.constexpr, PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr,
 ):  # fmt: skip
     """`acc` [queries, channels] plus each query's samples of map `m`."""
-    h, w, start = taps.load_map(shapes, starts, m, None, S, HONEST, ROW)
+    h, w, start, _ = taps.load_map(shapes, starts, m, None, S, HONEST, ROW)
     loc += m // R * l_v
     weight += m // R * w_v + m % R * w_r
     for first in range(0, P, BP):
@@ -102,32 +98,23 @@ def _add_map(
                 row, counts = taps.nearest(x, y, h, w, start, S, None, HONEST, ROW)
                 at = value + (row * v_s)[:, None] + column
                 a = tl.where(counts, a, 0)[:, None]
-                mask = _both(counts, d, D, BD)
-                acc += a * tl.load(at, mask=mask, other=0).to(ACC)
+                acc += a * tl.load(at, mask=_both(counts, d, D, BD), other=0).to(ACC)
             else:
                 row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
                     x, y, h, w, start, S, None, UNIT, SKIP, HONEST, ROW, ACC, INTERPRET
                 )
+                c00, c01, c10, c11 = taps.scaled(fx, fy, a, m00, m01, m10, m11)
                 at = value + (row * v_s)[:, None] + column
-                a = tl.where(m00 | m01 | m10 | m11, a, 0)[:, None]
-                n00 = _both(m00, d, D, BD)
-                n01 = _both(m01, d, D, BD)
-                n10 = _both(m10, d, D, BD)
-                n11 = _both(m11, d, D, BD)
-                acc += a * _blend(at, w, v_s, fx, fy, n00, n01, n10, n11, ACC)
+                v00 = tl.load(at, mask=_both(m00, d, D, BD), other=0).to(ACC)
+                v01 = tl.load(at + v_s, mask=_both(m01, d, D, BD), other=0).to(ACC)
+                at += w * v_s
+                v10 = tl.load(at, mask=_both(m10, d, D, BD), other=0).to(ACC)
+                v11 = tl.load(at + v_s, mask=_both(m11, d, D, BD), other=0).to(ACC)
+                acc += v00 * c00[:, None]
+                acc += v01 * c01[:, None]
+                acc += v10 * c10[:, None]
+                acc += v11 * c11[:, None]
     return acc
-
-
-@triton.jit
-def _blend(at, w, v_s: tl.constexpr, fx, fy, m00, m01, m10, m11, ACC: tl.constexpr):
-    """The bilinear samples [queries, channels] whose corners 00 lie `at`."""
-    v00 = tl.load(at, mask=m00, other=0).to(ACC)
-    v01 = tl.load(at + v_s, mask=m01, other=0).to(ACC)
-    at += w * v_s
-    v10 = tl.load(at, mask=m10, other=0).to(ACC)
-    v11 = tl.load(at + v_s, mask=m11, other=0).to(ACC)
-    c00, c01, c10, c11 = taps.coefficients(fx, fy)
-    return v00 * c00[:, None] + v01 * c01[:, None] + v10 * c10[:, None] + v11 * c11[:, None]
 
 
 @triton.jit(do_not_specialize=["Q", "S", "G"])
@@ -141,48 +128,68 @@ def by_point(
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    PAIR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    PAIR: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """With SPLITS programs to a tile, `out` holds as many results, one after another."""
     pid = tl.program_id(0).to(tl.int64)
     n = pid // G // Q
     q = pid // G % Q
     g = pid % G
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    k = c // D
     value += n * v_n + g * v_g
     loc += n * l_n + q * l_q + g * l_g
     weight += n * w_n + q * w_q + g * w_g
+    column = (c // D * v_k + c % D * v_d)[None, :]
+    group = (c // D * w_k)[None, :]
     acc = tl.zeros([BP, BC], ACC)
-    for b in range(V * ((P + BP - 1) // BP)):
+    for b in range(tl.program_id(2), V * ((P + BP - 1) // BP), SPLITS):
         v = b // ((P + BP - 1) // BP)
         p = b % ((P + BP - 1) // BP) * BP + tl.arange(0, BP)
         live = p < P
-        place = loc + v * l_v + p * l_p
-        x, y = taps.load_position(place, l_c, live, PAIR, POS)
+        x, y = taps.load_position(loc + v * l_v + p * l_p, l_c, live, PAIR, POS)
         if SKIP:
             live = live & taps.inside(x, y)
         if tl.max(live.to(tl.int32), 0) > 0:
             for r in range(R):
-                h, w, start = taps.load_map(shapes, starts, v * R + r, None, S, False, ROW)
-                column = (k * v_k + c % D * v_d)[None, :]
-                if NEAREST:
-                    row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
-                    at = value + (row * v_s)[:, None] + column
-                    sample = tl.load(at, mask=_both(counts, c, K * D, BC), other=0).to(ACC)
+                h, w, start, honest = taps.load_map(shapes, starts, v * R + r, None, S, False, ROW)
+                by = (weight + (v * w_v + p * w_p + r * w_r))[:, None] + group
+                if honest:  # always, unless the metadata lie
+                    acc = _add_points(
+                        acc, value, by, x, y, h, w, start, S, live, column, c, v_s, K * D,
+                        UNIT, SKIP, NEAREST, True, ROW, ACC, INTERPRET, BC,
+                    )  # fmt: skip
                 else:
-                    row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
-                        x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
-                    )
-                    counts = m00 | m01 | m10 | m11
-                    at = value + (row * v_s)[:, None] + column
-                    v00 = tl.load(at, mask=_both(m00, c, K * D, BC), other=0).to(ACC)
-                    v01 = tl.load(at + v_s, mask=_both(m01, c, K * D, BC), other=0).to(ACC)
-                    at += w * v_s
-                    v10 = tl.load(at, mask=_both(m10, c, K * D, BC), other=0).to(ACC)
-                    v11 = tl.load(at + v_s, mask=_both(m11, c, K * D, BC), other=0).to(ACC)
-                    c00, c01, c10, c11 = taps.coefficients(fx, fy)
-                    sample = v00 * c00[:, None] + v01 * c01[:, None]
-                    sample += v10 * c10[:, None] + v11 * c11[:, None]
-                each = weight + (v * w_v + p * w_p + r * w_r)[:, None] + (k * w_k)[None, :]
-                acc += tl.load(each, mask=_both(counts, c, K * D, BC), other=0).to(ACC) * sample
-    tl.store(out + pid * (K * D) + c, tl.sum(acc, 0), mask=c < K * D)
+                    acc = _add_points(
+                        acc, value, by, x, y, h, w, start, S, live, column, c, v_s, K * D,
+                        UNIT, SKIP, NEAREST, False, ROW, ACC, INTERPRET, BC,
+                    )  # fmt: skip
+    out += (tl.program_id(2) * tl.num_programs(0).to(tl.int64) + pid) * (K * D)
+    tl.store(out + c, tl.sum(acc, 0), mask=c < K * D)
+
+
+@triton.jit
+def _add_points(
+    acc, value, weight, x, y, h, w, start, S, live, column, c, v_s: tl.constexpr, C: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
+    ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """`acc` [points, channels] plus the samples of one map."""
+    if NEAREST:
+        row, counts = taps.nearest(x, y, h, w, start, S, live, HONEST, ROW)
+        at = value + (row * v_s)[:, None] + column
+        sample = tl.load(at, mask=_both(counts, c, C, BC), other=0).to(ACC)
+    else:
+        row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+            x, y, h, w, start, S, live, UNIT, SKIP, HONEST, ROW, ACC, INTERPRET
+        )
+        counts = m00 | m01 | m10 | m11
+        at = value + (row * v_s)[:, None] + column
+        v00 = tl.load(at, mask=_both(m00, c, C, BC), other=0).to(ACC)
+        v01 = tl.load(at + v_s, mask=_both(m01, c, C, BC), other=0).to(ACC)
+        at += w * v_s
+        v10 = tl.load(at, mask=_both(m10, c, C, BC), other=0).to(ACC)
+        v11 = tl.load(at + v_s, mask=_both(m11, c, C, BC), other=0).to(ACC)
+        c00, c01, c10, c11 = taps.scaled(fx, fy, 1.0, m00, m01, m10, m11)
+        sample = v00 * c00[:, None] + v01 * c01[:, None]
+        sample += v10 * c10[:, None] + v11 * c11[:, None]
+    return acc + tl.load(weight, mask=_both(counts, c, C, BC), other=0).to(ACC) * sample

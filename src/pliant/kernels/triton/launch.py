@@ -1,6 +1,7 @@
 """From tensors to launches: block sizes, integer widths, determinism; all tuning rules."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -37,9 +38,17 @@ def sample_sum(
     if views * points * scales == 0 or s == 0:
         return out.zero_()
     shapes, starts = _on(value, shapes), _on(value, starts)
-    tensors = (value, shapes, starts, loc, weight, out)
-    run(tensors, policy, lambda: _forward(*tensors, policy))
+    splits = 1 if _by_query(k, policy) else point_splits(n * q * g, k * d, views * points, value)
+    parts = out if splits == 1 else out.new_empty(splits, *out.shape, dtype=accumulator(out.dtype))
+    tensors = (value, shapes, starts, loc, weight, parts)
+    run(tensors, policy, lambda: _forward(*tensors, policy, splits))
+    if splits > 1:
+        torch.sum(parts, 0, out=out) if out.dtype == parts.dtype else out.copy_(parts.sum(0))
     return out
+
+
+def _by_query(groups: int, policy: Policy) -> bool:
+    return groups == 1 and policy.outside != "skip"
 
 
 def _forward(
@@ -50,33 +59,32 @@ def _forward(
     weight: Tensor,
     out: Tensor,
     policy: Policy,
+    splits: int,
 ) -> "Launch":
     n, s, g, k, d = value.shape
     _, q, _, views, points, _ = loc.shape
     scales = shapes.shape[1]
-    integers = (q, s, g, *_outer(value), *_outer(loc), *_outer(weight))
+    strides = (*_outer(value), *_outer(loc), *_outer(weight))
     constants = {
         **_inner("l", loc, "n q g v p c"), "V": views, "R": scales, "P": points, "D": d,
         **_options(policy, value, loc, _row_type(value, loc, weight, out)), "PAIR": _paired(loc, 5),
     }  # fmt: skip
-    if k == 1 and policy.outside != "skip":
-        tile = query_tile(d, q, g, points, value.element_size())
+    if _by_query(k, policy):
+        tile = query_tile(d, q, g, points, value.dtype)
         return Launch(
             forward.by_query,
             (triton.cdiv(q, tile["BQ"]) * n * g // tile["BG"], triton.cdiv(d, tile["BD"])),
-            integers,
+            (q, s, *strides),
             **_inner("v", value, "n s g - d"), **_inner("w", weight, "n q g v p r -"),
-            **constants, **tile, BM=triton.next_power_of_2(views * scales),
-            WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
-            SURVEY=n * q * g * views * points >= 1 << 20,
+            **constants, **tile, G=g, WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
         )  # fmt: skip
     tile = point_tile(k * d, points)
     return Launch(
         forward.by_point,
-        (n * q * g, triton.cdiv(k * d, tile["BC"])),
-        integers,
+        (n * q * g, triton.cdiv(k * d, tile["BC"]), splits),
+        (q, s, g, *strides),
         **_inner("v", value, "n s g k d"), **_inner("w", weight, "n q g v p r k"),
-        **constants, **tile, K=k,
+        **constants, **tile, K=k, SPLITS=splits,
     )  # fmt: skip
 
 
@@ -106,9 +114,19 @@ def sample_sum_backward(
     shapes, starts = _on(value, shapes), _on(value, starts)
     deterministic = torch.are_deterministic_algorithms_enabled()
     # Items of the batch whose gradient fits into the cache: cleared, summed and rounded there.
-    step = batch_step(n, value.numel() * acc.itemsize, to_value)
     rounded = to_value and acc != value.dtype
+    sparse = loc.shape[1] * views * points * scales < 2 * s  # clearing costs as much as the sums
+    step = batch_step(n, value.numel() * acc.itemsize, rounded or (to_value and sparse))
     total = torch.empty_like(value[:step], dtype=acc) if rounded else None
+    if step == n and total is None:  # a small problem's time goes into views
+        if grad_value is not None:
+            grad_value.zero_()
+        moves = grad_loc if moved else None
+        _gradients(
+            grad, value, shapes, starts, loc, weight, grad_value, moves, grad_weight,
+            policy, deterministic,
+        )  # fmt: skip
+        return grad_value, grad_loc, grad_weight
     for first in range(0, n, step):
         items = slice(first, first + step)
         sums = None
@@ -169,7 +187,7 @@ def _backward(
     _, q, _, views, points, _ = loc.shape
     skip = policy.outside == "skip"
     places = points if skip else views * points
-    tile = backward_tile(k, d, places, policy)
+    tile = backward_tile(n * q * g, k, d, places, policy, value.dtype)
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
         backward.by_point,
@@ -182,48 +200,68 @@ def _backward(
         V=views, R=shapes.shape[1], P=points, K=k, D=d,
         **_options(policy, value, loc, _row_type(value, loc, weight, grad)),
         TO_VALUE=wanted[0], TO_LOC=wanted[1], TO_WEIGHT=wanted[2], PAIR=_paired(loc, 5),
+        UNIFORM=skip or points % tile["BJ"] == 0,
         BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
     )  # fmt: skip
 
 
-def batch_step(batch: int, size: int, scattered: bool) -> int:
+def batch_step(batch: int, size: int, in_parts: bool) -> int:
     """Items of a batch whose gradients of `size` bytes in all are computed at a time."""
-    return max(1, batch * CACHED // size) if scattered and size > 2 * CACHED else batch
+    return max(1, batch * CACHED // size) if in_parts and size > 2 * CACHED else batch
 
 
 def query_tile(
-    channels: int, queries: int, groups: int, points: int, element: int
+    channels: int, queries: int, groups: int, points: int, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Queries, heads, channels, unrolled points of a tile: 128 threads that load 16 bytes each."""
+    """Queries, heads, channels, unrolled points of a tile: 128 threads that load 16 bytes each.
+
+    A compiler that is told how many registers it may use keeps more loads on their way.
+    """
     bd = min(triton.next_power_of_2(channels), 1024)
-    rows = max(1, 128 * 16 // element // bd)
+    rows = max(1, 128 * 16 // dtype.itemsize // bd)
     # Heads of a pixel lie side by side: a tile takes 256 bytes of them.
-    bg = math.gcd(groups, rows, max(1, 256 // (bd * element)))
+    bg = math.gcd(groups, rows, max(1, 256 // (bd * dtype.itemsize)))
     bq = min(rows // bg, triton.next_power_of_2(queries))
     unrolled = max(i for i in range(1, 5) if points % i == 0)
-    return {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
+    tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
+    registers = {4: 72, 2: 80}.get(dtype.itemsize)
+    return tile if registers is None else {**tile, "maxnreg": registers}
 
 
 def point_tile(channels: int, points: int) -> dict[str, int]:
     """Points and channels of a tile."""
-    bp = min(triton.next_power_of_2(points), 8)
-    return {"BP": bp, "BC": min(triton.next_power_of_2(channels), 64), "num_warps": 1}
+    bp, bc = min(triton.next_power_of_2(points), 8), min(triton.next_power_of_2(channels), 64)
+    return {"BP": bp, "BC": bc, "num_warps": 1, "maxnreg": 128}
 
 
-def backward_tile(groups: int, channels: int, points: int, policy: Policy) -> dict[str, int]:
+def point_splits(queries: int, channels: int, places: int, value: Tensor) -> int:
+    """Programs that share a tile: as many as keep the GPU busy, with 64 points each at least."""
+    programs: int = queries * triton.cdiv(channels, point_tile(channels, places)["BC"])
+    return max(1, min(16 * multiprocessors(value.device) // programs, places // 64, 64))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def backward_tile(
+    programs: int, groups: int, channels: int, points: int, policy: Policy, dtype: torch.dtype
+) -> dict[str, int]:
     """Points, groups and channels of a tile."""
     bk = triton.next_power_of_2(groups)
     bd = min(triton.next_power_of_2(channels), max(1024 // bk, 1))
+    tile = {"BK": bk, "BD": bd}
+    places = triton.next_power_of_2(points)
     if policy.outside == "skip":
-        bj, warps = 16, 4
-    else:  # one warp: no barrier; a nearest pixel needs a quarter of the registers of four corners
-        bj, warps = (512 if policy.interpolation == "nearest" else 128) // (bk * bd), 1
-    return {
-        "BJ": min(max(bj, 1), triton.next_power_of_2(points)),
-        "BK": bk,
-        "BD": bd,
-        "num_warps": warps,
-    }
+        return {"BJ": min(16, places), **tile, "num_warps": 4}
+    # One warp: no barrier. A nearest pixel needs a quarter of the registers of four corners.
+    many = dtype == torch.float32 and programs >= 1 << 16
+    elements = 512 if policy.interpolation == "nearest" else 256 if many else 128
+    tile |= {"BJ": min(max(elements // (bk * bd), 1), places), "num_warps": 1}
+    return {**tile, "maxnreg": 96} if dtype == torch.float32 else tile
 
 
 def _sorted_grad_value(
@@ -278,18 +316,27 @@ class Launch:
         self, kernel: Any, grid: tuple[int, ...], integers: tuple[int, ...], **constants: Any
     ) -> None:
         self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
-        self.compiled: Callable[..., None] | None = None
+        self.compiled: Any = None
         self.rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
-        if self.compiled is not None:
-            return self.compiled(*tensors, *self.rest)
-        compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
-        if not INTERPRET:
-            names = self.kernel.arg_names[len(tensors) + len(self.integers) :]
-            self.rest = (*self.integers, *(self.constants[name] for name in names))
-            self.compiled = compiled[(*self.grid, 1, 1)[:3]]
-        return None
+        if self.compiled is None:
+            compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
+            if not INTERPRET:
+                names = self.kernel.arg_names[len(tensors) + len(self.integers) :]
+                self.rest = (*self.integers, *(self.constants[name] for name in names))
+                self.grid = (*self.grid, 1, 1)[:3]
+                self.compiled = compiled
+            return
+        stream = triton.runtime.driver.active.get_current_stream(tensors[0].device.index)
+        hook = triton.knobs.runtime.launch_enter_hook
+        if getattr(hook, "calls", hook):  # a profiler of Triton's listens
+            self.compiled[self.grid](*tensors, *self.rest, stream=stream)
+        else:
+            self.compiled.run(
+                *self.grid, stream, self.compiled.function, self.compiled.packed_metadata,
+                None, None, None, *tensors, *self.rest,
+            )  # fmt: skip
 
 
 _launches: dict[Hashable, Launch] = {}
@@ -301,11 +348,32 @@ def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Launch]) ->
     known = (key, tensors[0].device, signature)
     launch = _launches.get(known)
     if launch is None:
-        if len(_launches) >= 4096:
-            _launches.clear()
-        launch = _launches[known] = plan()
+        launch = _remember(known, plan())
     with _device_of(tensors[0]):
         launch(*tensors)
+
+
+def start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    integers: tuple[int, ...],
+    **constants: Any,
+) -> None:
+    """Launch `kernel` on the current device, by what was compiled for such arguments before."""
+    signature = tuple((x.dtype, x.data_ptr() % 16) for x in tensors)
+    known = (id(kernel), grid, integers, *constants.values(), tensors[0].device, signature)
+    launch = _launches.get(known)
+    if launch is None:
+        launch = _remember(known, Launch(kernel, grid, integers, **constants))
+    launch(*tensors)
+
+
+def _remember(known: Hashable, launch: Launch) -> Launch:
+    if len(_launches) >= 4096:
+        _launches.clear()
+    _launches[known] = launch
+    return launch
 
 
 def _on(value: Tensor, metadata: Tensor) -> Tensor:

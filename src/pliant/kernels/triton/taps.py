@@ -2,7 +2,8 @@
 
 The only Triton code with floor, borders and masks. All of it is elementwise: it serves tiles of any
 shape. ROW is the integer type of row numbers, int32 unless the features need more. HONEST says
-that the map is known to lie within the features, so that rows need no check of their own.
+that the map is known to lie within the features, so that rows need no check of their own, and to
+have less than 2**22 pixels a side.
 """
 
 import triton
@@ -10,31 +11,42 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 OUTSIDE = tl.constexpr(-2.0)  # a pixel position all of whose corners lie outside every map
+SIDE = tl.constexpr(22)  # a map with longer sides than 2**SIDE is not HONEST
+
+# 1.5 * 2**23. A float32 near it counts in steps of one: adding it, rounded down, is a floor, and
+# the sum's bits less its own are the integer.
+MAGIC = tl.constexpr(12582912.0)
+MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def all_honest(shapes, starts, maps: tl.constexpr, S, BM: tl.constexpr):
-    """Whether each of the maps lies within the S stored rows."""
-    m = tl.arange(0, BM)
-    h = tl.load(shapes + 2 * m, mask=m < maps, other=0).to(tl.int64)
-    w = tl.load(shapes + 2 * m + 1, mask=m < maps, other=0).to(tl.int64)
-    start = tl.load(starts + m, mask=m < maps, other=0).to(tl.int64)
-    honest = ((h | w | start) >> 31 == 0) & (h * w <= S - start)
-    return tl.min(honest.to(tl.int32), 0) > 0
+def all_honest(shapes, starts, MAPS: tl.constexpr, S):
+    """Whether all maps are HONEST."""
+    honest = S >= 0
+    for first in range(0, MAPS, 4):
+        for i in tl.static_range(4):
+            m = tl.minimum(first + i, MAPS - 1)
+            _, _, _, also = load_map(shapes, starts, m, None, S, True, tl.int64)
+            honest = honest & also
+    return honest
 
 
 @triton.jit
 def load_map(shapes, starts, m, live, S, HONEST: tl.constexpr, ROW: tl.constexpr):
-    """Height, width and first row of map `m`. A map that no tensor can hold is empty."""
+    """Height, width, first row of map `m`, and whether it is HONEST, if that is not known.
+
+    A map that no tensor can hold is empty.
+    """
     h = tl.load(shapes + 2 * m, mask=live).to(tl.int64)
     w = tl.load(shapes + 2 * m + 1, mask=live).to(tl.int64)
     start = tl.load(starts + m, mask=live).to(tl.int64)
+    honest = ((h | w) >> SIDE == 0) & (start >= 0) & (h * w <= S - start)
     if not HONEST:
         sane = both(live, ((h | w) >> 31 == 0) & (start >= -2147483648) & (start <= S))
         h = tl.where(sane, h, 0)
         w = tl.where(sane, w, 0)
         start = tl.where(sane, start, 0)
-    return h.to(ROW), w.to(ROW), start.to(ROW)
+    return h.to(ROW), w.to(ROW), start.to(ROW), honest
 
 
 @triton.jit
@@ -107,7 +119,10 @@ def bilinear(
     UNIT: tl.constexpr, SKIP: tl.constexpr, HONEST: tl.constexpr,
     ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Row of the corner 00, fractions, and which of the corners 00, 01, 10, 11 (y, x) are read."""
+    """Row of the corner 00, fractions, and which of the corners 00, 01, 10, 11 (y, x) are read.
+
+    Where none is read, the fractions may be anything.
+    """
     if UNIT:
         px = unit_to_pixel(x, w, INTERPRET)
         py = unit_to_pixel(y, h, INTERPRET)
@@ -116,23 +131,48 @@ def bilinear(
         py = y
     if SKIP:
         live = both(live, inside(x, y))
-        px = tl.where(live, px, OUTSIDE)
-        py = tl.where(live, py, OUTSIDE)
+    if HONEST and px.dtype == tl.float32:
+        # A position far outside, infinite or NaN gives bits far outside too.
+        left = floor_plus_magic(px, INTERPRET)
+        top = floor_plus_magic(py, INTERPRET)
+        x0 = left.to(tl.int32, bitcast=True) - MAGIC_BITS
+        y0 = top.to(tl.int32, bitcast=True) - MAGIC_BITS
+        up = both(live, _index(y0, h))
+        down = both(live, _index(y0 + 1, h) & (py > -1))
+        m00 = up & _index(x0, w)
+        m01 = up & (_index(x0 + 1, w) & (px > -1))
+        m10 = down & _index(x0, w)
+        m11 = down & (_index(x0 + 1, w) & (px > -1))
+        row = start + y0.to(ROW) * w + x0
+        left -= MAGIC
+        top -= MAGIC
     else:
         px = _guarded(px, w)
         py = _guarded(py, h)
-    left = tl.floor(px)
-    top = tl.floor(py)
-    x0 = left.to(ROW)
-    y0 = top.to(ROW)
-    row = start + y0 * w + x0
-    up = exact(top, w, start, both(live, _index(y0, h)), HONEST)
-    down = exact(top, w, start, both(live, _index(y0 + 1, h)), HONEST)
-    m00 = stored(row, S, up & _index(x0, w), HONEST)
-    m01 = stored(row + 1, S, up & _index(x0 + 1, w), HONEST)
-    m10 = stored(row + w, S, down & _index(x0, w), HONEST)
-    m11 = stored(row + w + 1, S, down & _index(x0 + 1, w), HONEST)
+        left = tl.floor(px)
+        top = tl.floor(py)
+        x0 = left.to(ROW)
+        y0 = top.to(ROW)
+        row = start + y0 * w + x0
+        up = exact(top, w, start, both(live, _index(y0, h)), HONEST)
+        down = exact(top, w, start, both(live, _index(y0 + 1, h)), HONEST)
+        m00 = stored(row, S, up & _index(x0, w), HONEST)
+        m01 = stored(row + 1, S, up & _index(x0 + 1, w), HONEST)
+        m10 = stored(row + w, S, down & _index(x0, w), HONEST)
+        m11 = stored(row + w + 1, S, down & _index(x0 + 1, w), HONEST)
     return row, (px - left).to(ACC), (py - top).to(ACC), m00, m01, m10, m11
+
+
+@triton.jit
+def floor_plus_magic(x, INTERPRET: tl.constexpr):
+    """x + MAGIC, rounded down."""
+    if INTERPRET:
+        total = x + MAGIC
+        return tl.where(total - MAGIC > x, total - 1, total)
+    else:
+        return tl.inline_asm_elementwise(
+            "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -172,3 +212,15 @@ def _clamped(x, size, ROW: tl.constexpr):
 def coefficients(fx, fy):
     """Of the corners 00, 01, 10, 11."""
     return (1 - fx) * (1 - fy), fx * (1 - fy), (1 - fx) * fy, fx * fy
+
+
+@triton.jit
+def scaled(fx, fy, a, m00, m01, m10, m11):
+    """Coefficients times `a`; zero for a corner that is not read, whatever `a` or fractions."""
+    top = a * (1 - fy)
+    bottom = a * fy
+    c00 = tl.where(m00, top * (1 - fx), 0)
+    c01 = tl.where(m01, top * fx, 0)
+    c10 = tl.where(m10, bottom * (1 - fx), 0)
+    c11 = tl.where(m11, bottom * fx, 0)
+    return c00, c01, c10, c11
