@@ -165,6 +165,20 @@ def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
     compare(problem(ATTENTION, F16), tolerance=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
+    """Five items, two at a time: the last part is smaller."""
+    monkeypatch.setattr(launch, "batch_step", lambda *args: 2)
+    args = problem(policy, dtype)
+    for i in (0, 3, 4):
+        args[i] = torch.cat([args[i], args[i].flip(0), args[i][:1] * 0.5])[:5]
+    if strided:
+        args[0] = args[0].transpose(0, 1).contiguous().transpose(0, 1)
+    compare(args, tolerance=3e-6 if dtype == F32 else 2e-3)
+
+
 @pytest.mark.parametrize(
     "wanted", [(True, False, False), (False, True, False), (False, False, True)]
 )
