@@ -64,24 +64,26 @@ PLIANT_INLINE void dot_samples(const Rows& rows, const Taps<Accumulator<T>>& tap
 
 // The same for all queries; `grads` is the grad of the first.
 template <int VECTORS, bool NEAREST, class T, class Loc>
-inline void dot_queries(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Positions<Loc>& at,
+inline void dot_queries(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Ahead* ahead, const Positions<Loc>& at,
                         int64_t queries, const T* grads, Accumulator<T>* buffer, Accumulator<T> (&dots)[4][TAPS]) {
+  const int64_t channels = VECTORS ? VECTORS * LANES<Accumulator<T>> : c.D;
   for (int64_t q = 0, begin = 0; q < queries; begin = at.end[q++]) {
     if (begin == at.end[q]) continue;
+    if (ahead) prefetch_rows<NEAREST>(*ahead, static_cast<int>(begin), at.end[q], 0, channels * static_cast<int64_t>(sizeof(T)));
     const Accumulator<T>* grad = read_grad(grads + q * c.grad_q, c.grad_d, c.D, buffer);
-    dot_samples<VECTORS, NEAREST, T>(rows, taps, static_cast<int>(begin), at.end[q], grad, c.D, dots);
+    dot_samples<VECTORS, NEAREST, T>(rows, taps, static_cast<int>(begin), at.end[q], grad, channels, dots);
   }
 }
 
 template <bool NEAREST, class T, class Loc>
-inline void dot_map(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Positions<Loc>& at,
+inline void dot_map(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Ahead* ahead, const Positions<Loc>& at,
                     int64_t queries, const T* grads, Accumulator<T>* buffer, Accumulator<T> (&dots)[4][TAPS]) {
   constexpr int64_t L = LANES<Accumulator<T>>;
   switch (c.D % L ? 0 : c.D / L) {
-    case 1: return dot_queries<1, NEAREST>(c, rows, taps, at, queries, grads, buffer, dots);
-    case 2: return dot_queries<2, NEAREST>(c, rows, taps, at, queries, grads, buffer, dots);
-    case 4: return dot_queries<4, NEAREST>(c, rows, taps, at, queries, grads, buffer, dots);
-    default: return dot_queries<0, NEAREST>(c, rows, taps, at, queries, grads, buffer, dots);
+    case 1: return dot_queries<1, NEAREST>(c, rows, taps, ahead, at, queries, grads, buffer, dots);
+    case 2: return dot_queries<2, NEAREST>(c, rows, taps, ahead, at, queries, grads, buffer, dots);
+    case 4: return dot_queries<4, NEAREST>(c, rows, taps, ahead, at, queries, grads, buffer, dots);
+    default: return dot_queries<0, NEAREST>(c, rows, taps, ahead, at, queries, grads, buffer, dots);
   }
 }
 
@@ -101,7 +103,7 @@ template <class Real> PLIANT_INLINE void add_scaled(Vector<Real> slope, double s
 // One map: writes the gradients of its weights and adds those of the positions to `pull`.
 template <class T, class Loc>
 inline void pull_map(const Sum& s, const Item<T>& item, const Positions<Loc>& at, Span queries, int64_t v, int64_t r,
-                     Accumulator<T>* weights, Pull& pull) {
+                     const Ahead* ahead, Accumulator<T>* weights, Pull& pull) {
   typedef Accumulator<T> Real;
   const SumCall& c = s.call;
   const GradCall& to = s.grads;
@@ -115,10 +117,10 @@ inline void pull_map(const Sum& s, const Item<T>& item, const Positions<Loc>& at
     const T* grads = pointer<const T>(c.grad) + item.n * c.grad_n + queries.first * c.grad_q + item.g * c.grad_g + k * c.grad_k;
     Real dots[4][TAPS], by_weight[TAPS];
     if (c.policy == PIXEL_NEAREST) {
-      dot_map<true>(c, rows, taps, at, queries.count, grads, weights + c.K * TAPS, dots);
+      dot_map<true>(c, rows, taps, ahead, at, queries.count, grads, weights + c.K * TAPS, dots);
       for (int i = 0; i < at.count; ++i) by_weight[i] = taps.inside[i] ? dots[0][i] : Real(0);
     } else {
-      dot_map<false>(c, rows, taps, at, queries.count, grads, weights + c.K * TAPS, dots);
+      dot_map<false>(c, rows, taps, ahead, at, queries.count, grads, weights + c.K * TAPS, dots);
       for (int i = 0; i < at.count; i += LANES<Real>) {
         const Slope<Real> one = slope(taps, i, dots);
         store(by_weight + i, one.value);
@@ -138,14 +140,15 @@ inline void pull_map(const Sum& s, const Item<T>& item, const Positions<Loc>& at
 
 // All positions of a part in one view.
 template <class T, class Loc>
-inline void pull_view(const Sum& s, const Item<T>& item, Span queries, Span points, int64_t v, Accumulator<T>* weights) {
+inline void pull_view(const Sum& s, const Item<T>& item, Span queries, Span points, int64_t v, const Ahead* ahead,
+                      Accumulator<T>* weights) {
   const SumCall& c = s.call;
   const GradCall& to = s.grads;
   Positions<Loc> at;
   read_positions(c, item.n, item.g, v, queries, points, at);
   if (!at.count) return;
   Pull pull = {};
-  for (int64_t r = 0; r < c.R; ++r) pull_map<T>(s, item, at, queries, v, r, weights, pull);
+  for (int64_t r = 0; r < c.R; ++r) pull_map<T>(s, item, at, queries, v, r, ahead, weights, pull);
   if (!to.loc) return;
   Loc* first = pointer<Loc>(to.loc) + item.n * to.loc_n + queries.first * to.loc_q + item.g * to.loc_g + v * to.loc_v;
   at.for_each(queries.count, [&](int64_t q, int64_t p, int i) {
@@ -163,9 +166,11 @@ template <class T, class Loc> void grad_samples(const Sum& s, int64_t number, in
   for (int64_t q = 0; q < item.queries.count; q += s.block) {
     const Span block = part(item.queries, q, s.block), next = part(item.queries, q + s.block, s.block);
     for (int64_t v = 0; v < c.V; ++v) {
+      Ahead memory;
       const bool last = v + 1 == c.V;
-      prefetch_samples<Loc, Real>(c, item.n, last ? next : block, item.g, last ? 0 : v + 1);
-      for_each_part(block, c.P, [&](Span queries, Span points) { pull_view<T, Loc>(s, item, queries, points, v, weights); });
+      prefetch_samples<Loc, Real>(c, item.n, next, item.g, v);
+      const Ahead* ahead = look_ahead<T, Loc>(s, item, last ? next : block, last ? 0 : v + 1, memory);
+      for_each_part(block, c.P, [&](Span queries, Span points) { pull_view<T, Loc>(s, item, queries, points, v, ahead, weights); });
     }
   }
 }

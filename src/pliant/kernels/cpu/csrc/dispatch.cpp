@@ -37,7 +37,6 @@ namespace {
 
 // What "64 MiB or one packed copy of value" allows beyond inputs and outputs.
 constexpr int64_t SCRATCH_BYTES = int64_t{64} << 20;
-constexpr int64_t PACKED_BYTES = 1 << 20;  // of the second cache, for slices that are small
 constexpr int64_t HUGE_FROM = int64_t{4} << 20;
 constexpr int64_t TILE_BYTES = 16 << 10;  // of the first cache, for the sums of a block of queries
 
@@ -121,6 +120,13 @@ struct Memory {
   }
 };
 
+// Threads that are worth waking: each for tens of microseconds at least.
+int64_t threads_for(const SumCall& c, int64_t items) {
+  constexpr int64_t LEAST = 1 << 16;  // channels of samples
+  const int64_t work = c.N * c.Q * c.G * c.V * c.P * c.R * c.K * c.D;
+  return larger(1, smaller(c.threads, smaller(items, work / LEAST)));
+}
+
 int64_t bytes_of(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 int64_t sum_bytes(int64_t dtype) { return dtype == FLOAT64 ? 8 : 4; }
 
@@ -148,30 +154,52 @@ bool packing_pays(const SumCall& c) {
   return c.G > 1 && c.Q * c.V * c.P * c.R > c.S;
 }
 
+// One slice by one worker: packed into memory of its own, and used while it is in its cache.
+struct OwnSlices {
+  const Sum& s;
+  Body pack, body;
+  int64_t bytes;
+};
+void run_slice(const void* context, int64_t slice, int64_t worker) {
+  const OwnSlices& own = *static_cast<const OwnSlices*>(context);
+  Sum s = own.s;
+  s.slice = slice;
+  s.packed += worker * own.bytes;
+  for (int64_t item = 0; item < ceil_div(s.call.S, PACK_ROWS); ++item) own.pack(&s, item, worker);
+  for (int64_t item = 0; item < s.stretches; ++item) own.body(&s, item, worker);
+}
+
 // Runs `body` over the blocks of queries, with slices of value packed if that pays.
 int64_t run_queries(Sum& s, const Kernels& kernels, Body body, int64_t worker_bytes) {
   const SumCall& c = s.call;
   Memory scratch, zeros, packed;
   const int64_t slices = c.N * c.G, slice_bytes = c.S * c.K * c.D * bytes_of(c.value_dtype);
-  const int64_t threads = smaller(c.threads, slices * s.stretches);
+  const int64_t threads = threads_for(c, slices * s.stretches);
   s.worker_bytes = padded(worker_bytes, 64);
   if (!scratch.reserve(s.worker_bytes * threads) || !zeros.reserve(c.D * 8)) return NO_MEMORY;
   std::memset(zeros.bytes, 0, static_cast<size_t>(c.D * 8));
   s.scratch = scratch.bytes;
   s.zeros = zeros.bytes;
+  s.looks_ahead = false;
   if (!packing_pays(c)) {
+    s.looks_ahead = c.K == 1 && c.R == 1 && c.P <= TAPS;
     parallel(threads, slices * s.stretches, body, &s);
     return OK;
   }
-  // A slice for each thread, packed just before it is used: it is still in the cache then.
   const int64_t most = larger(1, SCRATCH_BYTES / larger(slice_bytes, 1));
-  const int64_t together = smaller(slices, smaller(most, larger(threads, PACKED_BYTES / larger(slice_bytes, 1))));
+  const int64_t together = smaller(most, smaller(slices, threads));
+  const bool even = 10 * slices >= 9 * threads * ceil_div(slices, threads);  // nobody would wait long for the last
   if (!packed.reserve(together * slice_bytes)) return NO_MEMORY;
   s.packed = packed.bytes;
-  for (s.slice = 0; s.slice < slices; s.slice += together) {
-    const int64_t count = smaller(together, slices - s.slice);
-    parallel(threads, count * ceil_div(c.S, PACK_ROWS), kernels.pack, &s);
-    parallel(threads, count * s.stretches, body, &s);
+  if (even && together == smaller(slices, threads)) {
+    const OwnSlices own = {s, kernels.pack, body, slice_bytes};
+    parallel(threads, slices, run_slice, &own);
+  } else {
+    for (s.slice = 0; s.slice < slices; s.slice += together) {
+      const int64_t count = smaller(together, slices - s.slice);
+      parallel(threads, count * ceil_div(c.S, PACK_ROWS), kernels.pack, &s);
+      parallel(threads, count * s.stretches, body, &s);
+    }
   }
   s.packed = nullptr;
   return OK;

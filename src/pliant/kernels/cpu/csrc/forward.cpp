@@ -15,6 +15,7 @@ template <class T> struct Work {
   const int* end;  // where each query's samples end
   Accumulator<T>* sums;
   int64_t sums_stride;
+  const Ahead* ahead;  // null: nothing to ask for
 };
 
 // Adds the samples of the queries [first, last), whose samples start at `begin`: VECTORS vectors of channels from
@@ -22,10 +23,12 @@ template <class T> struct Work {
 template <class T, int VECTORS, bool REST, bool NEAREST>
 inline void add_queries(const Work<T>& work, int64_t first, int64_t last, int begin, int64_t d, int rest) {
   typedef Accumulator<T> Real;
+  constexpr int64_t SIZE = sizeof(T);
   const Rows rows = work.rows;
   const Taps<Real>& taps = work.taps;
   for (int64_t q = first; q < last; ++q) {
     const int end = work.end[q];
+    if (work.ahead) prefetch_rows<NEAREST>(*work.ahead, begin, end, d * SIZE, REST ? SIZE : VECTORS * LANES<Real> * SIZE);
     Real* sums = work.sums + q * work.sums_stride + d;
     Vector<Real> sum[VECTORS];
     for (int j = 0; j < VECTORS; ++j) sum[j] = load(sums + j * LANES<Real>);
@@ -76,7 +79,7 @@ inline void add_channels(const Work<T>& work, int64_t first, int64_t last, int b
 // All samples of some queries in one map.
 template <class T, bool NEAREST, class Loc>
 inline void add_map(const Sum& s, const Item<T>& item, const Map& map, const Positions<Loc>& at, int64_t queries,
-                    const Accumulator<T>* weights, Accumulator<T>* tile) {
+                    const Accumulator<T>* weights, Accumulator<T>* tile, const Ahead* ahead) {
   typedef Accumulator<T> Real;
   const SumCall& c = s.call;
   const int64_t width = padded(c.D, LANES<Real>);
@@ -84,7 +87,7 @@ inline void add_map(const Sum& s, const Item<T>& item, const Map& map, const Pos
   find_taps(c, at, map, taps);
   const auto group = [&](int64_t k) {
     const Rows rows = rows_of(item.stored + k * item.group_stride, item.row_stride, map, s.zeros);
-    return Work<T>{rows, taps, weights + k * TAPS, at.end, tile + k * width, c.K * width};
+    return Work<T>{rows, taps, weights + k * TAPS, at.end, tile + k * width, c.K * width, ahead};
   };
   if (c.K == 1) {
     add_channels<T, NEAREST>(group(0), 0, queries, 0, c.D);
@@ -104,8 +107,10 @@ inline void add_block(const Sum& s, const Item<T>& item, Span block, Span next, 
   Real* weights = tile + s.block * c.K * width;
   __builtin_memset(tile, 0, static_cast<size_t>(block.count * c.K * width) * sizeof(Real));
   for (int64_t v = 0; v < c.V; ++v) {
+    Ahead memory;
     const bool last = v + 1 == c.V;
-    prefetch_samples<Loc, Real>(c, item.n, last ? next : block, item.g, last ? 0 : v + 1);
+    prefetch_samples<Loc, Real>(c, item.n, next, item.g, v);
+    const Ahead* ahead = look_ahead<T, Loc>(s, item, last ? next : block, last ? 0 : v + 1, memory);
     for_each_part(block, c.P, [&](Span queries, Span points) {
       Positions<Loc> at;
       read_positions(c, item.n, item.g, v, queries, points, at);
@@ -114,9 +119,9 @@ inline void add_block(const Sum& s, const Item<T>& item, Span block, Span next, 
         const Map& map = s.maps[v * c.R + r];
         read_weights(c, at, queries.count, weight_at<Real>(c, item.n, queries.first, item.g, v, r), 0, c.K, weights);
         if (c.policy == PIXEL_NEAREST) {
-          add_map<T, true>(s, item, map, at, queries.count, weights, sums);
+          add_map<T, true>(s, item, map, at, queries.count, weights, sums, ahead);
         } else {
-          add_map<T, false>(s, item, map, at, queries.count, weights, sums);
+          add_map<T, false>(s, item, map, at, queries.count, weights, sums, ahead);
         }
       }
     });
@@ -136,16 +141,22 @@ template <class T, class Loc> void forward(const Sum& s, int64_t number, int64_t
   }
 }
 
+// How many rows before its turn a row to be packed is asked for: they lie too far apart for the hardware to foresee.
+constexpr int64_t PACK_AHEAD = 128;
+
 // Item: some rows of one slice. Copies them without gaps.
 template <class T, class> void pack(const Sum& s, int64_t item) {
   const SumCall& c = s.call;
   const int64_t chunks = (c.S + PACK_ROWS - 1) / PACK_ROWS, slice = s.slice + item / chunks, first = item % chunks * PACK_ROWS;
-  const int64_t end = c.S - first < PACK_ROWS ? c.S : first + PACK_ROWS;
+  const int64_t end = c.S - first < PACK_ROWS ? c.S : first + PACK_ROWS, bytes = c.D * static_cast<int64_t>(sizeof(T));
   const T* from = pointer<const T>(c.value) + slice / c.G * c.value_n + slice % c.G * c.value_g;
   T* to = reinterpret_cast<T*>(s.packed) + (slice - s.slice) * c.S * c.K * c.D;
   for (int64_t row = first; row < end; ++row)
-    for (int64_t k = 0; k < c.K; ++k)
-      __builtin_memcpy(to + (row * c.K + k) * c.D, from + row * c.value_s + k * c.value_k, static_cast<size_t>(c.D) * sizeof(T));
+    for (int64_t k = 0; k < c.K; ++k) {
+      const T* at = from + row * c.value_s + k * c.value_k;
+      if (row + PACK_AHEAD < c.S) prefetch_far(reinterpret_cast<uintptr_t>(at + PACK_AHEAD * c.value_s), bytes);
+      copy_bytes(at, to + (row * c.K + k) * c.D, bytes);
+    }
 }
 
 }  // namespace

@@ -57,6 +57,7 @@ struct Sum {
   int64_t stretch, stretches;  // queries of an item, items of one (n, g)
   char* packed;           // null, or the slices (n * G + g) >= slice as [S, K, D] without gaps
   int64_t slice;
+  bool looks_ahead;       // ask for the rows of samples before they are needed
   const Band* bands;
   int64_t band_count, channels, slabs;
 };

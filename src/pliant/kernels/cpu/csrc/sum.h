@@ -50,6 +50,11 @@ template <class T> PLIANT_INLINE void prefetch(const T* from, int64_t count) {
   for (int64_t b = 0; b < count * static_cast<int64_t>(sizeof(T)); b += 64) __builtin_prefetch(at + b);
 }
 
+// To the second cache, for what is needed much later: it waits for more lines at a time than the first one does.
+PLIANT_INLINE void prefetch_far(uintptr_t from, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(reinterpret_cast<const void*>(from + static_cast<uintptr_t>(b)), 0, 2);
+}
+
 PLIANT_INLINE Span part(Span whole, int64_t at, int64_t most) {
   return {whole.first + at, whole.count - at < most ? whole.count - at : most};
 }
@@ -194,6 +199,38 @@ template <class Loc, class Real> inline void prefetch_samples(const SumCall& c, 
     prefetch(loc + q * c.loc_q, c.P * 2);
     prefetch(weight + q * c.weight_q, c.P * c.R * c.K);
   }
+}
+
+// Where the samples of the next block or view will read. Rows that lie apart are asked for while this one is worked on,
+// query by query: the processor by itself looks only a few samples ahead, and a burst would wait for the memory.
+struct Ahead {
+  uintptr_t first[TAPS];  // corner 0
+  int64_t column_bytes, row_bytes;
+};
+
+// Looks into view v of some queries, if there are any and that pays.
+template <class T, class Loc>
+inline const Ahead* look_ahead(const Sum& s, const Item<T>& item, Span queries, int64_t v, Ahead& ahead) {
+  typedef Accumulator<T> Real;
+  const SumCall& c = s.call;
+  if (!s.looks_ahead || queries.count <= 0) return nullptr;
+  const Map& map = s.maps[v * c.R];
+  const Rows rows = rows_of(item.stored, item.row_stride, map, s.zeros);
+  Positions<Loc> at;
+  Taps<Real> taps;
+  read_positions(c, item.n, item.g, v, queries, {0, c.P}, at);
+  find_taps(c, at, map, taps);
+  for (int i = 0; i < TAPS; ++i) ahead.first[i] = i < at.count ? corner(rows, taps, i) : rows.zeros;
+  ahead.column_bytes = rows.column_bytes;
+  ahead.row_bytes = rows.row_bytes;
+  return &ahead;
+}
+
+// Asks for the rows of the samples [begin, end): `bytes` of each, from byte `first` on.
+template <bool NEAREST> PLIANT_INLINE void prefetch_rows(const Ahead& ahead, int begin, int end, int64_t first, int64_t bytes) {
+  const int64_t corners[4] = {0, ahead.column_bytes, ahead.row_bytes, ahead.row_bytes + ahead.column_bytes};
+  for (int i = begin; i < end; ++i)
+    for (int j = 0; j < (NEAREST ? 1 : 4); ++j) prefetch_far(ahead.first[i] + static_cast<uintptr_t>(corners[j] + first), bytes);
 }
 
 PLIANT_INLINE int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }

@@ -130,6 +130,14 @@ PLIANT_INLINE Vector<float> load(const Half* p) {
 
 template <class Real> PLIANT_INLINE void store(Real* p, Vector<Real> v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
+// A few vectors are copied before a call of memcpy would have begun.
+PLIANT_INLINE void copy_bytes(const void* from, void* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + VECTOR_BYTES <= count; i += VECTOR_BYTES)
+    __builtin_memcpy(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, VECTOR_BYTES);
+  if (i < count) __builtin_memcpy(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, static_cast<size_t>(count - i));
+}
+
 template <class T, class Lanes> PLIANT_INLINE void write(T* p, Lanes v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
 // The first `count` < LANES elements; nothing behind them is touched. Other lanes are zero.
