@@ -129,6 +129,7 @@ SIZES = {
     "points-300": {"p": 300, "q": 2, "v": 1, "n": 1},
     "blocks": {"q": 700, "n": 1, "k": 1, "r": 1, "d": 8, "p": 4},
     "few-samples": {"q": 2, "p": 1, "side": 40, "n": 1, "k": 1, "r": 1},
+    "scattered": {"q": 70, "n": 1, "k": 1, "r": 1, "d": 8, "p": 4, "side": 60},
     "many-slices": {"n": 3, "g": 5, "q": 60, "k": 1, "r": 1},
 }
 
@@ -266,6 +267,7 @@ def test_maps_that_share_rows_and_rows_of_no_map(policy):
 WORK = {
     "attention": (POLICIES[0], {"g": 3, "k": 1, "r": 1, "q": 300, "p": 4, "d": 33, "side": 20}),
     "few-samples": (POLICIES[0], {"k": 1, "r": 1, "q": 9, "p": 2, "side": 40}),
+    "scattered": (POLICIES[0], {"k": 1, "r": 1, "q": 300, "p": 4, "d": 33, "side": 120}),
     "aggregation": (POLICIES[1], {"n": 1, "g": 1, "k": 8, "q": 100, "p": 13, "d": 32, "side": 20}),
     "one-map": (
         POLICIES[1],
@@ -286,6 +288,27 @@ def test_same_bits_on_every_run_and_for_any_number_of_threads(work, dtype):
         with threads(count):
             for name, one, other in zip(NAMES, run(cpu, operands, policy), expected, strict=True):
                 assert torch.equal(one, other), f"{name} with {count} threads"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_too_large_for_caches_has_the_same_bits(dtype, isa):
+    """It is written past them; those of its parts, each on its own, are not."""
+    policy, groups = POLICIES[0], 16 // dtype.itemsize
+    value = torch.randn(1, 128 * 132, groups, 1, 128).to(dtype)
+    shapes, starts = torch.tensor([[[128, 132]]]), torch.tensor([[0]])
+    loc, weight = torch.rand(1, 5000, groups, 1, 2, 2), torch.rand(1, 5000, groups, 1, 2, 1, 1)
+    grad = torch.randn(1, 5000, groups, 1, 128).to(dtype)
+    assert value.nbytes > 32 * MiB
+
+    def backward(*tensors):
+        grad, value, loc, weight = (x.contiguous() for x in tensors)
+        needs = (True, False, False)
+        return cpu.sample_sum_backward(grad, value, shapes, starts, loc, weight, policy, needs)[0]
+
+    whole = backward(grad, value, loc, weight)
+    for g in range(groups):
+        part = (x[:, :, g : g + 1] for x in (grad, value, loc, weight))
+        assert torch.equal(whole[:, :, g : g + 1], backward(*part))
 
 
 # --- what is asked for ----------------------------------------------------------------------------

@@ -323,6 +323,16 @@ inline void scatter_part(const Sum& s, const Owned& owned, int64_t v, int64_t r,
   });
 }
 
+// Calls work(pointer, number) for each row of the result, asked for long before.
+template <class T, class Work>
+PLIANT_INLINE void for_each_row(T* first, int64_t stride, int64_t channels, int64_t rows, Work work) {
+  for (int64_t row = 0; row < rows; ++row) {
+    T* at = first + row * stride;
+    if (row + ROWS_AHEAD < rows) prefetch_far(reinterpret_cast<uintptr_t>(at + ROWS_AHEAD * stride), channels * static_cast<int64_t>(sizeof(T)));
+    work(at, row);
+  }
+}
+
 template <class T, class Loc> void grad_value(const Sum& s, int64_t item, int64_t worker) {
   typedef Accumulator<T> Real;
   const SumCall& c = s.call;
@@ -340,8 +350,7 @@ template <class T, class Loc> void grad_value(const Sum& s, int64_t item, int64_
     __builtin_memset(sums, 0, static_cast<size_t>(rows * width) * sizeof(Real));
   } else {
     for_each_target<T>(s, owned, sums, [&](const Target<Real>& to) {
-      for (int64_t row = 0; row < rows; ++row)
-        __builtin_memset(to.sums + row * to.stride, 0, static_cast<size_t>(to.count) * sizeof(Real));
+      for_each_row(to.sums, to.stride, to.count, rows, [&](Real* row, int64_t) { zero_row(row, to.count); });
     });
   }
 
@@ -357,8 +366,13 @@ template <class T, class Loc> void grad_value(const Sum& s, int64_t item, int64_
   if (few) return;
   for_each_target<T>(s, owned, sums, [&](const Target<Real>& from) {
     T* result = grad_value_at<T>(s, owned, from.k, from.first);
-    for (int64_t row = 0; row < rows; ++row) narrow_row(from.sums + row * from.stride, result + row * s.grads.value_s, from.count);
+    if (s.streams) {
+      for (int64_t row = 0; row < rows; ++row) stream_row(from.sums + row * from.stride, result + row * s.grads.value_s, from.count);
+    } else {
+      for_each_row(result, s.grads.value_s, from.count, rows, [&](T* to, int64_t row) { narrow_row(from.sums + row * from.stride, to, from.count); });
+    }
   });
+  streamed();
 }
 
 }  // namespace

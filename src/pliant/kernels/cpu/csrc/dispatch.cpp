@@ -38,6 +38,7 @@ namespace {
 // What "64 MiB or one packed copy of value" allows beyond inputs and outputs.
 constexpr int64_t SCRATCH_BYTES = int64_t{64} << 20;
 constexpr int64_t HUGE_FROM = int64_t{4} << 20;
+constexpr int64_t STREAM_FROM = int64_t{32} << 20;  // more than a cache would keep until somebody reads it
 constexpr int64_t TILE_BYTES = 16 << 10;  // of the first cache, for the sums of a block of queries
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -95,11 +96,11 @@ const Kernels* kernels_of(int64_t isa) {
 
 // Large fresh memory costs a page fault every 4 KiB, which for a large result is as much as the computation: ask for
 // huge pages. Only advice: it may fail.
-void expect_writes(void* memory, int64_t bytes) {
+void expect_writes(int64_t memory, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t PAGE = 4096;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(memory) + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / PAGE * PAGE;
+  const uintptr_t first = (static_cast<uintptr_t>(memory) + PAGE - 1) / PAGE * PAGE;
+  const uintptr_t end = static_cast<uintptr_t>(memory + bytes) / PAGE * PAGE;
   if (bytes >= HUGE_FROM) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 #else
   (void)memory, (void)bytes;
@@ -115,7 +116,7 @@ struct Memory {
   bool reserve(int64_t size) {
     std::free(bytes);
     bytes = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(padded(larger(size, 1), 64))));
-    if (bytes) expect_writes(bytes, size);
+    if (bytes) expect_writes(reinterpret_cast<int64_t>(bytes), size);
     return bytes != nullptr;
   }
 };
@@ -220,7 +221,7 @@ int64_t sample_sum(Sum& s, const Kernels& kernels) {
   const SumCall& c = s.call;
   if (c.N * c.Q * c.G * c.K * c.D == 0) return OK;
   divide_queries(s);
-  expect_writes(reinterpret_cast<void*>(c.grad), c.N * c.Q * c.G * c.K * c.D * bytes_of(c.value_dtype));
+  expect_writes(c.grad, c.N * c.Q * c.G * c.K * c.D * bytes_of(c.value_dtype));
   const int64_t row = padded(c.D, 16) * sum_bytes(c.value_dtype);
   return run_queries(s, kernels, kernels.forward, s.block * c.K * row + c.K * TAPS * sum_bytes(c.value_dtype));
 }
@@ -229,6 +230,9 @@ int64_t grad_samples(Sum& s, const Kernels& kernels) {
   const SumCall& c = s.call;
   if (c.N * c.Q * c.G * c.V * c.P * c.S * c.K * c.D == 0) return OK;
   divide_queries(s);
+  const int64_t samples = c.N * c.Q * c.G * c.V * c.P;
+  if (s.grads.loc) expect_writes(s.grads.loc, samples * 2 * bytes_of(c.loc_dtype));
+  if (s.grads.weight) expect_writes(s.grads.weight, samples * c.R * c.K * sum_bytes(c.value_dtype));
   return run_queries(s, kernels, kernels.grad_samples, (padded(c.D, 16) + c.K * TAPS) * sum_bytes(c.value_dtype));
 }
 
@@ -258,6 +262,12 @@ int64_t cut_bands(const Sum& s, int64_t most, Band* bands) {
   return count;
 }
 
+// Whether the channels of every row of grad_value are whole lines of the cache.
+bool whole_lines(const Sum& s) {
+  const GradCall& to = s.grads;
+  return (to.value | (s.call.D | to.value_n | to.value_s | to.value_g | to.value_k) * bytes_of(s.call.value_dtype)) % 64 == 0;
+}
+
 int64_t grad_value(Sum& s, const Kernels& kernels) {
   const SumCall& c = s.call;
   const int64_t channels = c.K * c.D, bytes = sum_bytes(c.value_dtype);
@@ -277,7 +287,9 @@ int64_t grad_value(Sum& s, const Kernels& kernels) {
   s.worker_bytes = padded((TAPS + rows * s.channels) * bytes, 64);
   if (!scratch.reserve(threads * s.worker_bytes)) return NO_MEMORY;
   s.scratch = scratch.bytes;
-  expect_writes(reinterpret_cast<void*>(s.grads.value), c.N * c.S * c.G * channels * bytes_of(c.value_dtype));
+  const int64_t result_bytes = c.N * c.S * c.G * channels * bytes_of(c.value_dtype);
+  expect_writes(s.grads.value, result_bytes);
+  s.streams = result_bytes >= STREAM_FROM && whole_lines(s);
   parallel(threads, items, kernels.grad_value, &s);
   return OK;
 }
@@ -337,6 +349,6 @@ PLIANT_EXPORT int64_t pliant_convolution(const int64_t* call) {
   if (c.H > pliant::MAX_SIDE || c.W > pliant::MAX_SIDE) return pliant::MAP_TOO_LARGE;
   const int64_t channels = c.groups ? c.out_channels : c.C * c.kernel_h * c.kernel_w;
   const int64_t bytes = c.N * channels * c.out_h * c.out_w * pliant::bytes_of(c.value_dtype);
-  if (!c.backward) pliant::expect_writes(reinterpret_cast<void*>(c.out.at), bytes);
+  if (!c.backward) pliant::expect_writes(c.out.at, bytes);
   return kernels->convolution(c);
 }

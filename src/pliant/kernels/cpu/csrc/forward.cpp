@@ -141,9 +141,6 @@ template <class T, class Loc> void forward(const Sum& s, int64_t number, int64_t
   }
 }
 
-// How many rows before its turn a row to be packed is asked for: they lie too far apart for the hardware to foresee.
-constexpr int64_t PACK_AHEAD = 128;
-
 // Item: some rows of one slice. Copies them without gaps.
 template <class T, class> void pack(const Sum& s, int64_t item) {
   const SumCall& c = s.call;
@@ -154,7 +151,7 @@ template <class T, class> void pack(const Sum& s, int64_t item) {
   for (int64_t row = first; row < end; ++row)
     for (int64_t k = 0; k < c.K; ++k) {
       const T* at = from + row * c.value_s + k * c.value_k;
-      if (row + PACK_AHEAD < c.S) prefetch_far(reinterpret_cast<uintptr_t>(at + PACK_AHEAD * c.value_s), bytes);
+      if (row + ROWS_AHEAD < c.S) prefetch_far(reinterpret_cast<uintptr_t>(at + ROWS_AHEAD * c.value_s), bytes);
       copy_bytes(at, to + (row * c.K + k) * c.D, bytes);
     }
 }

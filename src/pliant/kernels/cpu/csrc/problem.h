@@ -60,6 +60,7 @@ struct Sum {
   bool looks_ahead;       // ask for the rows of samples before they are needed
   const Band* bands;
   int64_t band_count, channels, slabs;
+  bool streams;           // grad_value is written past the caches
 };
 
 // Runs body(context, item, worker) for every item, worker < threads. Items must not depend on each other.

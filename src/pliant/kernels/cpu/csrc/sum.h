@@ -55,6 +55,10 @@ PLIANT_INLINE void prefetch_far(uintptr_t from, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(reinterpret_cast<const void*>(from + static_cast<uintptr_t>(b)), 0, 2);
 }
 
+// How many rows before its turn a row of value or of its gradient is asked for, where rows are worked off one after
+// another: they lie too far apart for the hardware to foresee.
+constexpr int64_t ROWS_AHEAD = 128;
+
 PLIANT_INLINE Span part(Span whole, int64_t at, int64_t most) {
   return {whole.first + at, whole.count - at < most ? whole.count - at : most};
 }

@@ -281,6 +281,41 @@ template <class T> PLIANT_INLINE void narrow_row(const Accumulator<T>* from, T* 
   for (; i + L <= count; i += L) store_narrow(to + i, load(from + i));
   for (; i < count; ++i) narrow(from[i], to + i);
 }
+PLIANT_INLINE void stream_line(const void* from, void* to) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#elif defined(__AVX2__)
+  for (int i = 0; i < 2; ++i) _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_loadu_si256(static_cast<const __m256i*>(from) + i));
+#elif defined(__SSE2__)
+  for (int i = 0; i < 4; ++i) _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_loadu_si128(static_cast<const __m128i*>(from) + i));
+#else
+  __builtin_memcpy(to, from, 64);
+#endif
+}
+
+// The same past the caches, for what is too large to stay there: they would read it first. Whole lines of 64 bytes;
+// `streamed` ends it.
+template <class T> PLIANT_INLINE void stream_row(const Accumulator<T>* from, T* to, int64_t count) {
+  constexpr int64_t LINE = 64 / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < count; i += LINE) {
+    T line[LINE];
+    narrow_row(from + i, line, LINE);
+    stream_line(line, to + i);
+  }
+}
+PLIANT_INLINE void streamed() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+template <class Real> PLIANT_INLINE void zero_row(Real* to, int64_t count) {
+  constexpr int64_t L = LANES<Real>;
+  int64_t i = 0;
+  for (; i + L <= count; i += L) store(to + i, Vector<Real>{});
+  for (; i < count; ++i) to[i] = 0;
+}
+
 template <class T> PLIANT_INLINE void widen_row(const T* from, int64_t stride, Accumulator<T>* to, int64_t count) {
   constexpr int64_t L = LANES<Accumulator<T>>;
   int64_t i = 0;
