@@ -45,11 +45,6 @@ template <class Loc> struct Positions {
 
 struct Span { int64_t first, count; };
 
-template <class T> PLIANT_INLINE void prefetch(const T* from, int64_t count) {
-  const char* at = reinterpret_cast<const char*>(from);
-  for (int64_t b = 0; b < count * static_cast<int64_t>(sizeof(T)); b += 64) __builtin_prefetch(at + b);
-}
-
 // To the second cache, for what is needed much later: it waits for more lines at a time than the first one does.
 PLIANT_INLINE void prefetch_far(uintptr_t from, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(reinterpret_cast<const void*>(from + static_cast<uintptr_t>(b)), 0, 2);
@@ -200,8 +195,8 @@ template <class Loc, class Real> inline void prefetch_samples(const SumCall& c, 
   const Loc* loc = pointer<const Loc>(c.loc) + n * c.loc_n + queries.first * c.loc_q + g * c.loc_g + v * c.loc_v;
   const Real* weight = weight_at<Real>(c, n, queries.first, g, v, 0);
   for (int64_t q = 0; q < queries.count; ++q) {
-    prefetch(loc + q * c.loc_q, c.P * 2);
-    prefetch(weight + q * c.weight_q, c.P * c.R * c.K);
+    prefetch_far(reinterpret_cast<uintptr_t>(loc + q * c.loc_q), c.P * 2 * static_cast<int64_t>(sizeof(Loc)));
+    prefetch_far(reinterpret_cast<uintptr_t>(weight + q * c.weight_q), c.P * c.R * c.K * static_cast<int64_t>(sizeof(Real)));
   }
 }
 
