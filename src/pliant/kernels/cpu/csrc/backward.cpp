@@ -64,20 +64,20 @@ PLIANT_INLINE void dot_samples(const Rows& rows, const Taps<Accumulator<T>>& tap
 
 // The same for all queries; `grads` is the grad of the first.
 template <int VECTORS, bool NEAREST, class T, class Loc>
-inline void dot_queries(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Ahead* ahead, const Positions<Loc>& at,
-                        int64_t queries, const T* grads, Accumulator<T>* buffer, Accumulator<T> (&dots)[4][TAPS]) {
-  const int64_t channels = VECTORS ? VECTORS * LANES<Accumulator<T>> : c.D;
+inline void dot_queries(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Ahead* ahead,
+                        const Positions<Loc>& at, int64_t queries, const T* grads, Accumulator<T>* buffer, Accumulator<T> (&dots)[4][TAPS]) {
+  const int64_t channels = VECTORS ? VECTORS * LANES<Accumulator<T>> : c.D, bytes = channels * static_cast<int64_t>(sizeof(T));
   for (int64_t q = 0, begin = 0; q < queries; begin = at.end[q++]) {
     if (begin == at.end[q]) continue;
-    if (ahead) prefetch_rows<NEAREST>(*ahead, static_cast<int>(begin), at.end[q], 0, channels * static_cast<int64_t>(sizeof(T)));
+    if (ahead) prefetch_rows<NEAREST>(*ahead, static_cast<int>(begin), at.end[q], 0, bytes);
     const Accumulator<T>* grad = read_grad(grads + q * c.grad_q, c.grad_d, c.D, buffer);
     dot_samples<VECTORS, NEAREST, T>(rows, taps, static_cast<int>(begin), at.end[q], grad, channels, dots);
   }
 }
 
 template <bool NEAREST, class T, class Loc>
-inline void dot_map(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Ahead* ahead, const Positions<Loc>& at,
-                    int64_t queries, const T* grads, Accumulator<T>* buffer, Accumulator<T> (&dots)[4][TAPS]) {
+inline void dot_map(const SumCall& c, const Rows& rows, const Taps<Accumulator<T>>& taps, const Ahead* ahead,
+                    const Positions<Loc>& at, int64_t queries, const T* grads, Accumulator<T>* buffer, Accumulator<T> (&dots)[4][TAPS]) {
   constexpr int64_t L = LANES<Accumulator<T>>;
   switch (c.D % L ? 0 : c.D / L) {
     case 1: return dot_queries<1, NEAREST>(c, rows, taps, ahead, at, queries, grads, buffer, dots);
@@ -170,7 +170,9 @@ template <class T, class Loc> void grad_samples(const Sum& s, int64_t number, in
       const bool last = v + 1 == c.V;
       prefetch_samples<Loc, Real>(c, item.n, next, item.g, v);
       const Ahead* ahead = look_ahead<T, Loc>(s, item, last ? next : block, last ? 0 : v + 1, memory);
-      for_each_part(block, c.P, [&](Span queries, Span points) { pull_view<T, Loc>(s, item, queries, points, v, ahead, weights); });
+      for_each_part(block, c.P, [&](Span queries, Span points) {
+        pull_view<T, Loc>(s, item, queries, points, v, ahead, weights);
+      });
     }
   }
 }
@@ -326,9 +328,10 @@ inline void scatter_part(const Sum& s, const Owned& owned, int64_t v, int64_t r,
 // Calls work(pointer, number) for each row of the result, asked for long before.
 template <class T, class Work>
 PLIANT_INLINE void for_each_row(T* first, int64_t stride, int64_t channels, int64_t rows, Work work) {
+  const int64_t bytes = channels * static_cast<int64_t>(sizeof(T));
   for (int64_t row = 0; row < rows; ++row) {
     T* at = first + row * stride;
-    if (row + ROWS_AHEAD < rows) prefetch_far(reinterpret_cast<uintptr_t>(at + ROWS_AHEAD * stride), channels * static_cast<int64_t>(sizeof(T)));
+    if (row + ROWS_AHEAD < rows) prefetch_far(reinterpret_cast<uintptr_t>(at + ROWS_AHEAD * stride), bytes);
     work(at, row);
   }
 }
@@ -367,9 +370,12 @@ template <class T, class Loc> void grad_value(const Sum& s, int64_t item, int64_
   for_each_target<T>(s, owned, sums, [&](const Target<Real>& from) {
     T* result = grad_value_at<T>(s, owned, from.k, from.first);
     if (s.streams) {
-      for (int64_t row = 0; row < rows; ++row) stream_row(from.sums + row * from.stride, result + row * s.grads.value_s, from.count);
+      for (int64_t row = 0; row < rows; ++row)
+        stream_row(from.sums + row * from.stride, result + row * s.grads.value_s, from.count);
     } else {
-      for_each_row(result, s.grads.value_s, from.count, rows, [&](T* to, int64_t row) { narrow_row(from.sums + row * from.stride, to, from.count); });
+      for_each_row(result, s.grads.value_s, from.count, rows, [&](T* to, int64_t row) {
+        narrow_row(from.sums + row * from.stride, to, from.count);
+      });
     }
   });
   streamed();

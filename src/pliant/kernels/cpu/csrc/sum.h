@@ -47,7 +47,8 @@ struct Span { int64_t first, count; };
 
 // To the second cache, for what is needed much later: it waits for more lines at a time than the first one does.
 PLIANT_INLINE void prefetch_far(uintptr_t from, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(reinterpret_cast<const void*>(from + static_cast<uintptr_t>(b)), 0, 2);
+  for (int64_t b = 0; b < bytes; b += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(from + static_cast<uintptr_t>(b)), 0, 2);
 }
 
 // How many rows before its turn a row of value or of its gradient is asked for, where rows are worked off one after
@@ -226,10 +227,12 @@ inline const Ahead* look_ahead(const Sum& s, const Item<T>& item, Span queries, 
 }
 
 // Asks for the rows of the samples [begin, end): `bytes` of each, from byte `first` on.
-template <bool NEAREST> PLIANT_INLINE void prefetch_rows(const Ahead& ahead, int begin, int end, int64_t first, int64_t bytes) {
+template <bool NEAREST>
+PLIANT_INLINE void prefetch_rows(const Ahead& ahead, int begin, int end, int64_t first, int64_t bytes) {
   const int64_t corners[4] = {0, ahead.column_bytes, ahead.row_bytes, ahead.row_bytes + ahead.column_bytes};
   for (int i = begin; i < end; ++i)
-    for (int j = 0; j < (NEAREST ? 1 : 4); ++j) prefetch_far(ahead.first[i] + static_cast<uintptr_t>(corners[j] + first), bytes);
+    for (int j = 0; j < (NEAREST ? 1 : 4); ++j)
+      prefetch_far(ahead.first[i] + static_cast<uintptr_t>(corners[j] + first), bytes);
 }
 
 PLIANT_INLINE int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
