@@ -24,29 +24,41 @@ template <class Real> struct Product {
   bool add;
 };
 
-// With REST, the last vector has only `rest` columns.
+// With REST, the last vector has only `rest` columns. Loops over the block are unrolled early, or the compiler keeps the
+// sums in memory.
 template <class Real, int ROWS, int VECTORS, bool REST> inline void multiply_block(const Product<Real>& p, int rest) {
   constexpr int64_t L = LANES<Real>;
   constexpr int LAST = REST ? VECTORS - 1 : VECTORS;
   const Real *a = p.a, *b = p.b;
   const int64_t a_row = p.a_row;
   Vector<Real> sums[ROWS][VECTORS] = {};
+  if (p.add) {
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+      for (int j = 0; j < VECTORS; ++j) {
+        const Real* at = p.to + i * p.to_row + j * L;
+        sums[i][j] = j == LAST ? load_first(at, rest) : load(at);
+      }
+  }
+#pragma GCC unroll 2
   for (int64_t k = 0; k < p.depth; ++k, a += p.a_depth, b += p.b_depth) {
     Vector<Real> y[VECTORS];
+#pragma GCC unroll 2
     for (int j = 0; j < VECTORS; ++j) y[j] = j == LAST ? load_first(b + j * L, rest) : load(b + j * L);
+#pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
       const Vector<Real> x = broadcast(a[i * a_row]);
+#pragma GCC unroll 2
       for (int j = 0; j < VECTORS; ++j) sums[i][j] = fma(x, y[j], sums[i][j]);
     }
   }
+#pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
     for (int j = 0; j < VECTORS; ++j) {
       Real* at = p.to + i * p.to_row + j * L;
-      if (j == LAST) {
-        store_first(at, p.add ? load_first(at, rest) + sums[i][j] : sums[i][j], rest);
-      } else {
-        store(at, p.add ? load(at) + sums[i][j] : sums[i][j]);
-      }
+      j == LAST ? store_first(at, sums[i][j], rest) : store(at, sums[i][j]);
     }
 }
 
