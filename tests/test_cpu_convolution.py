@@ -29,8 +29,9 @@ NAMES = ("result", *ORDER)
 HALVES = (torch.float16, torch.bfloat16)
 MiB = 2**20
 
-# A tile of the backward has 252 positions, a slab 32 channels, a panel 32 columns of float32 on the
-# widest instruction set and 4 of float64 on the narrowest; 128 samples are prepared at a time.
+# A tile of the backward has 252 positions and 96 columns, a slab 32 channels, a panel 32 columns of
+# float32 on the widest instruction set and 4 of float64 on the narrowest; 128 samples are prepared
+# at a time.
 PROBLEMS = {
     "tiles": convolution(batch=2, channels=8, size=(19, 27), out_channels=5, sigma=3.0),
     "slabs": convolution(batch=1, channels=70, size=(6, 7), out_channels=9),

@@ -69,34 +69,32 @@ template <class Loc, class Real> struct Batch {
   Real mask[TAPS];
 };
 
-// Where the first tap looks without its offset. Wraps around instead of overflowing.
-PLIANT_INLINE uint64_t base(int64_t out, int64_t stride, int64_t padding) {
-  return static_cast<uint64_t>(out) * static_cast<uint64_t>(stride) - static_cast<uint64_t>(padding);
+// `count` steps from -padding. Wraps around instead of overflowing.
+PLIANT_INLINE uint64_t base(int64_t count, int64_t step, int64_t padding) {
+  return static_cast<uint64_t>(count) * static_cast<uint64_t>(step) - static_cast<uint64_t>(padding);
 }
 
+// Tap by tap, as offsets and masks of neighbouring positions lie side by side.
 template <class Loc, class Real>
 inline void read_batch(const Plan& plan, int64_t n, int64_t g, Span positions, Span points, Batch<Loc, Real>& to) {
   const ConvolutionCall& c = plan.call;
-  const int64_t first = g * plan.points + points.first, first_y = points.first / c.kernel_w, first_x = points.first % c.kernel_w;
+  const int64_t first = g * plan.points + points.first;
   const Loc* offset = pointer<const Loc>(c.offset.at) + n * c.offset.n + 2 * first * c.offset.c;
   const Real* mask = c.mask.at ? pointer<const Real>(c.mask.at) + n * c.mask.n + first * c.mask.c : nullptr;
-  Position q(plan, positions.first);
-  int i = 0;
-  for (int64_t r = 0; r < positions.count; ++r, ++q) {
-    const uint64_t y = base(q.y, c.stride_h, c.padding_h), x = base(q.x, c.stride_w, c.padding_w);
-    const Loc* by = offset + q.y * c.offset.h + q.x * c.offset.w;
-    const int64_t in_mask = q.y * c.mask.h + q.x * c.mask.w;
-    int64_t ky = first_y, kx = first_x;
-    for (int64_t p = 0; p < points.count; ++p, ++i) {
-      const uint64_t down = static_cast<uint64_t>(ky) * static_cast<uint64_t>(c.dilation_h);
-      const uint64_t across = static_cast<uint64_t>(kx) * static_cast<uint64_t>(c.dilation_w);
-      to.y[i] = static_cast<Loc>(static_cast<int64_t>(y + down)) + by[2 * p * c.offset.c];
-      to.x[i] = static_cast<Loc>(static_cast<int64_t>(x + across)) + by[(2 * p + 1) * c.offset.c];
-      to.mask[i] = mask ? mask[in_mask + p * c.mask.c] : Real(1);
-      if (++kx == c.kernel_w) kx = 0, ++ky;
+  int64_t ky = points.first / c.kernel_w, kx = points.first % c.kernel_w;
+  for (int64_t p = 0; p < points.count; ++p, offset += 2 * c.offset.c) {
+    const uint64_t down = base(ky, c.dilation_h, c.padding_h), across = base(kx, c.dilation_w, c.padding_w);
+    Position q(plan, positions.first);
+    for (int64_t i = p; i < positions.count * points.count; i += points.count, ++q) {
+      const Loc* at = offset + q.y * c.offset.h + q.x * c.offset.w;
+      to.y[i] = static_cast<Loc>(static_cast<int64_t>(down + base(q.y, c.stride_h, 0))) + at[0];
+      to.x[i] = static_cast<Loc>(static_cast<int64_t>(across + base(q.x, c.stride_w, 0))) + at[c.offset.c];
+      to.mask[i] = mask ? mask[p * c.mask.c + q.y * c.mask.h + q.x * c.mask.w] : Real(1);
     }
+    if (++kx == c.kernel_w) kx = 0, ++ky;
   }
-  to.count = i;
+  int64_t i = positions.count * points.count;
+  to.count = static_cast<int>(i);
   for (; i < TAPS && i % 16; ++i) to.x[i] = to.y[i] = 0, to.mask[i] = 0;  // taps are found by whole vectors
 }
 
@@ -118,6 +116,9 @@ template <class T> PLIANT_INLINE Rows rows_of_pixels(const T* first, int64_t by_
   return {reinterpret_cast<uintptr_t>(first), reinterpret_cast<uintptr_t>(outside), by_column * size, by_row * size};
 }
 
+// What is wanted of samples: their columns, all that a Slab can hold, or what it does hold. Only the last one asks.
+enum Task { COLUMNS, EVERYTHING, SOME };
+
 // One sample: its corners, and among them those whose gradients are added to.
 template <class T> struct Sample {
   typedef Accumulator<T> Real;
@@ -130,71 +131,67 @@ template <class T> struct Sample {
   bool dots, scatter;
 };
 
-// VECTORS vectors of a sample's channels from d on, or the last `rest` channels: the column and, BACKWARD, the products
-// of the corners with the column's gradient, lane by lane, and the gradients of the corners.
-template <class T, int VECTORS, bool REST, bool BACKWARD>
-PLIANT_INLINE void work_vectors(const Sample<T>& s, int64_t d, int rest, Vector<Accumulator<T>> (&dots)[VECTORS][4]) {
+// A vector of a sample's channels from d on, or with REST the last `rest` channels: the column, the products of the
+// corners with the column's gradient, lane by lane, and the gradients of the corners.
+template <class T, Task TASK, bool REST>
+PLIANT_INLINE void work_vector(const Sample<T>& s, int64_t d, int rest, Vector<Accumulator<T>> (&dots)[4]) {
   typedef Accumulator<T> Real;
-  for (int j = 0; j < VECTORS; ++j, d += LANES<Real>) {
-    Vector<Real> x[4], g = {};
-    if (!BACKWARD || s.column || s.dots)
-      for (int k = 0; k < 4; ++k) x[k] = REST ? load_first(s.corners[k] + d, rest) : load(s.corners[k] + d);
-    if (!BACKWARD || s.column) {
-      Vector<Real> sum = s.coefficients[0] * x[0];
-      for (int k = 1; k < 4; ++k) sum = fma(s.coefficients[k], x[k], sum);
-      REST ? store_first(s.column + d, s.mask * sum, rest) : store(s.column + d, s.mask * sum);
-    }
-    if (BACKWARD) g = REST ? load_first(s.grad + d, rest) : load(s.grad + d);
-    if (BACKWARD && s.dots)
-      for (int k = 0; k < 4; ++k) dots[j][k] = fma(g, x[k], dots[j][k]);
-    if (BACKWARD && s.scatter)
-      for (int k = 0; k < 4; ++k) {
-        Real* to = const_cast<Real*>(s.grad_corners[k]) + d;
-        if (REST) {
-          store_first(to, fma(s.weights[k], g, load_first(to, rest)), rest);
-        } else {
-          store(to, fma(s.weights[k], g, load(to)));
-        }
-      }
+  const bool column = TASK != SOME || s.column, dot = TASK == EVERYTHING || (TASK == SOME && s.dots);
+  const bool scatter = TASK == EVERYTHING || (TASK == SOME && s.scatter);
+  Vector<Real> x[4], g = {};
+  if (column || dot)
+    for (int k = 0; k < 4; ++k) x[k] = REST ? load_first(s.corners[k] + d, rest) : load(s.corners[k] + d);
+  if (column) {
+    Vector<Real> sum = s.coefficients[0] * x[0];
+    for (int k = 1; k < 4; ++k) sum = fma(s.coefficients[k], x[k], sum);
+    REST ? store_first(s.column + d, s.mask * sum, rest) : store(s.column + d, s.mask * sum);
   }
+  if (dot || scatter) g = REST ? load_first(s.grad + d, rest) : load(s.grad + d);
+  if (dot)
+    for (int k = 0; k < 4; ++k) dots[k] = fma(g, x[k], dots[k]);
+  if (scatter)
+    for (int k = 0; k < 4; ++k) {
+      Real* to = const_cast<Real*>(s.grad_corners[k]) + d;
+      if (REST) {
+        store_first(to, fma(s.weights[k], g, load_first(to, rest)), rest);
+      } else {
+        store(to, fma(s.weights[k], g, load(to)));
+      }
+    }
 }
 
-template <class T, bool BACKWARD>
+template <class T, Task TASK>
 PLIANT_INLINE void work_sample(const Slab<T>& slab, const Taps<Accumulator<T>>& taps, int i, Accumulator<T> mask, int64_t at,
                                Accumulator<T> (&sums)[4]) {
   typedef Accumulator<T> Real;
   constexpr int64_t L = LANES<Real>;
   Sample<T> s;
   corners(slab.pixels, taps, i, s.corners);
-  s.dots = slab.slopes;
-  s.scatter = slab.grad_pixels.first;
-  s.column = slab.columns ? slab.columns + at : nullptr;
-  s.grad = BACKWARD ? slab.grads + at : nullptr;
+  s.dots = TASK != COLUMNS && slab.slopes;
+  s.scatter = TASK != COLUMNS && slab.grad_pixels.first;
+  s.column = TASK != SOME || slab.columns ? slab.columns + at : nullptr;
+  s.grad = TASK != COLUMNS ? slab.grads + at : nullptr;
   s.mask = broadcast(mask);
   for (int k = 0; k < 4; ++k) s.coefficients[k] = broadcast(taps.coefficient[k][i]);
-  if (BACKWARD && s.scatter) {
+  if (s.scatter) {
     corners(slab.grad_pixels, taps, i, s.grad_corners);
     for (int k = 0; k < 4; ++k) s.weights[k] = broadcast(mask * taps.coefficient[k][i]);
   }
-  Vector<Real> dots[2][4] = {}, last[1][4] = {};
+  Vector<Real> dots[4] = {};
   int64_t d = 0;
-  for (; slab.count - d >= 2 * L; d += 2 * L) work_vectors<T, 2, false, BACKWARD>(s, d, 0, dots);
-  if (slab.count - d >= L) {
-    work_vectors<T, 1, false, BACKWARD>(s, d, 0, last);
-    d += L;
-  }
+#pragma GCC unroll 2
+  for (; slab.count - d >= L; d += L) work_vector<T, TASK, false>(s, d, 0, dots);
   const int rest = static_cast<int>(slab.count - d);
-  if (rest > 0) work_vectors<T, 1, true, BACKWARD>(s, d, rest, last);
-  if (BACKWARD && s.dots) {
-    for (int k = 0; k < 4; ++k) last[0][k] += dots[0][k] + dots[1][k];
-    sum_lanes(last[0], sums);
-  }
+  if (rest > 0) work_vector<T, TASK, true>(s, d, rest, dots);
+  if (TASK != COLUMNS) sum_lanes(dots, sums);
 }
 
 template <class Loc, class Real>
 inline void write_slopes(const Plan& plan, Span positions, Span points, const Batch<Loc, Real>& batch, const Taps<Real>& taps,
-                         const Real (&dots)[4][TAPS], Real* to) {
-  Real by_y[TAPS], by_x[TAPS], by_mask[TAPS];
+                         const Real (*sums)[4], Real* to) {
+  Real dots[4][TAPS], by_y[TAPS], by_x[TAPS], by_mask[TAPS];
+  for (int i = 0; i < TAPS; ++i)
+    for (int k = 0; k < 4; ++k) dots[k][i] = sums[i][k];
   for (int i = 0; i < batch.count; i += LANES<Real>) {
     const Slope<Real> slopes = slope(taps, i, dots);
     const Vector<Real> mask = counted(taps, i, batch.mask);
@@ -213,7 +210,7 @@ inline void write_slopes(const Plan& plan, Span positions, Span points, const Ba
 }
 
 // All samples of a tile and some of its points, in order of the positions.
-template <class T, class Loc, bool BACKWARD>
+template <class T, class Loc, Task TASK>
 inline void work_samples(const Plan& plan, const Slab<T>& slab, Span positions, Span points) {
   typedef Accumulator<T> Real;
   const int32_t height = static_cast<int32_t>(plan.call.H), width = static_cast<int32_t>(plan.call.W);
@@ -221,23 +218,20 @@ inline void work_samples(const Plan& plan, const Slab<T>& slab, Span positions, 
     const Span taken = {points.first + part_of_points.first, part_of_points.count};
     Batch<Loc, Real> batch;
     Taps<Real> taps;
-    Real dots[4][TAPS];
+    Real sums[TASK == COLUMNS ? 1 : TAPS][4] = {};
     read_batch(plan, slab.image, slab.group, some, taken, batch);
     bilinear<false, false>(batch.x, batch.y, batch.count, height, width, taps);
     int i = 0;
     for (int64_t q = some.first - positions.first; q < some.first - positions.first + some.count; ++q)
       for (int64_t p = taken.first - points.first; p < taken.first - points.first + taken.count; ++p, ++i) {
         const int64_t at = q * slab.by_position + p * slab.by_point;
-        Real sums[4] = {};
         if (taps.inside[i]) {
-          work_sample<T, BACKWARD>(slab, taps, i, batch.mask[i], at, sums);
+          work_sample<T, TASK>(slab, taps, i, batch.mask[i], at, sums[TASK == COLUMNS ? 0 : i]);
         } else if (slab.columns) {
           std::memset(slab.columns + at, 0, static_cast<size_t>(slab.count) * sizeof(Real));
         }
-        if (BACKWARD)
-          for (int k = 0; k < 4; ++k) dots[k][i] = sums[k];
       }
-    if (BACKWARD && slab.slopes) write_slopes(plan, some, taken, batch, taps, dots, slab.slopes);
+    if (TASK != COLUMNS && slab.slopes) write_slopes(plan, some, taken, batch, taps, sums, slab.slopes);
   });
 }
 

@@ -18,6 +18,7 @@ constexpr int64_t FORWARD_BYTES = 512 << 10;  // of a tile's columns: half of a 
 constexpr int64_t FORWARD_ROWS = 168;         // positions of a tile, at most
 constexpr int64_t BACKWARD_ROWS = 252;        // positions of a tile: a multiple of BLOCK_ROWS
 constexpr int64_t SLAB = 32;                  // channels, at most
+constexpr int64_t BACKWARD_WIDTH = 96;        // channels of a tile, those of each of its taps counted, if it has more than one
 constexpr int64_t SCRATCH_BYTES = 64 << 20;   // or a copy of the input: what the slabs of all workers may take
 constexpr int64_t IMAGE_BYTES = 32 << 20;     // what the images that are worked on at once may take, if more than one
 
@@ -68,7 +69,7 @@ template <class T, class Loc> void forward(const Plan& plan, int64_t item, int64
   for (slab.group = 0; slab.group < c.offset_groups; ++slab.group, slab.columns += count) {
     const T* first = pointer<const T>(c.input.at) + n * c.input.n + slab.group * count;
     slab.pixels = rows_of_pixels(first, c.input.h, c.input.w, plan.zeros);
-    work_samples<T, Loc, false>(plan, slab, positions, points);
+    work_samples<T, Loc, COLUMNS>(plan, slab, positions, points);
   }
   if (!c.groups) {
     T* window = pointer<T>(c.out.at) + n * c.out.n;
@@ -234,9 +235,10 @@ template <class T, class Loc> void backward(const Plan& plan, int64_t number, in
       const Span positions = part({0, plan.positions}, first, plan.tile), points = part({0, plan.points}, point, plan.together);
       if (dots || scatter) {
         grad_of_columns(plan, share, slab, positions, points, grads);
-        work_samples<T, Loc, true>(plan, slab, positions, points);
+        dots && scatter && column ? work_samples<T, Loc, EVERYTHING>(plan, slab, positions, points)
+                                  : work_samples<T, Loc, SOME>(plan, slab, positions, points);
       } else {
-        work_samples<T, Loc, false>(plan, slab, positions, points);
+        work_samples<T, Loc, COLUMNS>(plan, slab, positions, points);
       }
       if (column) grad_of_filters(plan, share, slab, positions, points);
     }
@@ -252,22 +254,22 @@ template <class T, class> void add_slopes(const Plan& plan, int64_t item, int64_
   const View &offset = c.grad_offset, &mask = c.grad_mask;
   const int64_t image = plan.image + item / plan.tiles, size = plan.positions * plan.points * 3;
   const Span positions = part({0, plan.positions}, item % plan.tiles * plan.tile, plan.tile);
-  Position q(plan, positions.first);
-  for (int64_t r = positions.first; r < positions.first + positions.count; ++r, ++q)
-    for (int64_t g = 0; g < c.offset_groups; ++g)
-      for (int64_t p = 0; p < plan.points; ++p) {
-        const int64_t first = (item / plan.tiles * c.offset_groups + g) * plan.slabs, channel = g * plan.points + p;
-        const Real* slopes = reals<Real>(plan.slopes) + first * size + (r * plan.points + p) * 3;
+  for (int64_t g = 0; g < c.offset_groups; ++g)
+    for (int64_t p = 0; p < plan.points; ++p) {
+      const int64_t first = (item / plan.tiles * c.offset_groups + g) * plan.slabs, channel = g * plan.points + p;
+      const Real* slopes = reals<Real>(plan.slopes) + first * size + (positions.first * plan.points + p) * 3;
+      Real* to_offset = pointer<Real>(offset.at) + image * offset.n + 2 * channel * offset.c;
+      Real* to_mask = pointer<Real>(mask.at) + image * mask.n + channel * mask.c;
+      Position q(plan, positions.first);
+      for (int64_t r = 0; r < positions.count; ++r, ++q, slopes += plan.points * 3) {
         Real sums[3] = {};
         for (int64_t slab = 0; slab < plan.slabs; ++slab)
           for (int k = 0; k < 3; ++k) sums[k] += slopes[slab * size + k];
-        if (offset.at) {
-          Real* to = pointer<Real>(offset.at) + image * offset.n + 2 * channel * offset.c + q.y * offset.h + q.x * offset.w;
-          to[0] = sums[0];
-          to[offset.c] = sums[1];
-        }
-        if (mask.at) pointer<Real>(mask.at)[image * mask.n + channel * mask.c + q.y * mask.h + q.x * mask.w] = sums[2];
+        const int64_t at = q.y * offset.h + q.x * offset.w;
+        if (offset.at) to_offset[at] = sums[0], to_offset[at + offset.c] = sums[1];
+        if (mask.at) to_mask[q.y * mask.h + q.x * mask.w] = sums[2];
       }
+    }
 }
 
 // Item: a slab. Adds the gradients of the weights by the images that were worked on at once.
@@ -397,7 +399,7 @@ int64_t convolve_backward(Plan& plan, int64_t real) {
   plan.tiles = parts(plan.positions, plan.tile);
   plan.slab = most(1, least(SLAB, in_group));
   plan.slabs = parts(in_group, plan.slab);
-  plan.together = c.groups > 1 ? 1 : least(plan.points, most(1, SLAB / plan.slab));
+  plan.together = c.groups > 1 ? 1 : least(plan.points, most(1, BACKWARD_WIDTH / plan.slab));
   const int64_t slabs = c.offset_groups * plan.slabs, tile = plan.tile * plan.together * plan.slab;
   const Count count = cut_pieces(plan, panel, nullptr, nullptr);
   plan.filter_count = count.grad_filters;
