@@ -52,6 +52,63 @@ struct Position {
   }
 };
 
+// Calls work(r, q, count) for positions r, r + 1, ... of `positions` that lie in a row of the output, q the first of them.
+template <class Work> PLIANT_INLINE void for_each_run(const Plan& plan, Span positions, Work work) {
+  for (int64_t r = 0, count; r < positions.count; r += count) {
+    const Position q(plan, positions.first + r);
+    count = least(positions.count - r, q.width - q.x);
+    work(r, q, count);
+  }
+}
+
+template <class T> PLIANT_INLINE void convert(T x, T* to) { *to = x; }
+PLIANT_INLINE void convert(Half x, float* to) { *to = widen(x); }
+PLIANT_INLINE void convert(BFloat16 x, float* to) { *to = widen(x); }
+PLIANT_INLINE void convert(float x, Half* to) { narrow(x, to); }
+PLIANT_INLINE void convert(float x, BFloat16* to) { narrow(x, to); }
+
+constexpr int64_t CORNER = 4;  // rows and columns that are transposed together
+template <class From, class To> PLIANT_INLINE void transpose(const From* from, int64_t from_row, To* to, int64_t to_row) {
+  for (int64_t i = 0; i < CORNER; ++i)
+    for (int64_t j = 0; j < CORNER; ++j) convert(from[i * from_row + j], to + j * to_row + i);
+}
+#if defined(__x86_64__)
+PLIANT_INLINE void transpose(const float* from, int64_t from_row, float* to, int64_t to_row) {
+  __m128 rows[CORNER];
+  for (int64_t i = 0; i < CORNER; ++i) rows[i] = _mm_loadu_ps(from + i * from_row);
+  _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
+  for (int64_t i = 0; i < CORNER; ++i) _mm_storeu_ps(to + i * to_row, rows[i]);
+}
+#endif
+
+template <class T> struct Matrix {
+  T* at;
+  int64_t row, column;  // strides
+};
+
+// Copies in strips, so that what is read or written a line of the cache apart is soon read or written again.
+template <class From, class To>
+inline void copy(const Matrix<const From>& from, const Matrix<To>& to, int64_t rows, int64_t columns) {
+  if (from.row == 1 && from.column != 1)
+    return copy<From, To>({from.at, from.column, 1}, {to.at, to.column, to.row}, columns, rows);
+  if (from.column == 1 && to.column == 1) {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < columns; ++j) convert(from.at[i * from.row + j], to.at + i * to.row + j);
+    return;
+  }
+  const bool transposed = from.column == 1 && to.row == 1;
+  for (int64_t strip = 0; strip < columns; strip += 4 * CORNER) {
+    const int64_t end = least(columns, strip + 4 * CORNER), corners = transposed ? (end - strip) / CORNER * CORNER : 0;
+    const int64_t below = transposed ? rows / CORNER * CORNER : 0;
+    for (int64_t i = 0; i < below; i += CORNER)
+      for (int64_t j = strip; j < strip + corners; j += CORNER)
+        transpose(from.at + i * from.row + j, from.row, to.at + j * to.column + i, to.column);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = i < below ? strip + corners : strip; j < end; ++j)
+        convert(from.at[i * from.row + j * from.column], to.at + i * to.row + j * to.column);
+  }
+}
+
 // Calls copy(i) for i in [first, first + STREAMS), less at the end. What it copies it should copy from or to as many
 // places, one line of the cache each.
 template <class Copy> PLIANT_INLINE void for_each_stream(int64_t first, int64_t end, Copy copy) {

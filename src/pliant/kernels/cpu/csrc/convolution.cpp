@@ -40,24 +40,6 @@ template <class T, class> void pack_filters(const Plan& plan, int64_t item, int6
     }
 }
 
-// The result of some positions, [positions, out_channels], with the bias, to where it belongs.
-template <class T> inline void write_result(const Plan& plan, int64_t n, Span positions, const Accumulator<T>* result) {
-  typedef Accumulator<T> Real;
-  const ConvolutionCall& c = plan.call;
-  const Real* bias = pointer<const Real>(c.bias);
-  T* out = pointer<T>(c.out.at) + n * c.out.n;
-  for (int64_t first = 0; first < c.out_channels; first += STREAMS) {
-    Real shift[STREAMS] = {};
-    if (bias) for_each_stream(first, c.out_channels, [&](int64_t o) { shift[o - first] = bias[o]; });
-    Position q(plan, positions.first);
-    for (int64_t r = 0; r < positions.count; ++r, ++q) {
-      const Real* from = result + r * c.out_channels;
-      T* to = out + q.y * c.out.h + q.x * c.out.w;
-      for_each_stream(first, c.out_channels, [&](int64_t o) { narrow(from[o] + shift[o - first], to + o * c.out.c); });
-    }
-  }
-}
-
 // Item: a tile.
 template <class T, class Loc> void forward(const Plan& plan, int64_t item, int64_t worker) {
   typedef Accumulator<T> Real;
@@ -79,14 +61,20 @@ template <class T, class Loc> void forward(const Plan& plan, int64_t item, int64
   }
   Real* result = columns + plan.tile * plan.row;
   const int64_t depth = plan.points * plan.inputs, panels = parts(plan.outputs, PANEL<Real>);
+  const Real* bias = pointer<const Real>(c.bias);
+  for (int64_t r = 0; r < positions.count && bias; ++r)
+    std::memcpy(result + r * c.out_channels, bias, static_cast<size_t>(c.out_channels) * sizeof(Real));
   for (int64_t group = 0; group < c.groups; ++group)
     for (int64_t p = 0; p < plan.points; p += plan.together) {
       const Real* filters = reals<Real>(plan.filters) + (group * panels * depth + p * plan.inputs) * PANEL<Real>;
       multiply<Real>({columns + p * c.C + group * plan.inputs, plan.row, 1, filters, PANEL<Real>, depth * PANEL<Real>,
-                      result + group * plan.outputs, c.out_channels, plan.together * plan.inputs, p > 0},
+                      result + group * plan.outputs, c.out_channels, plan.together * plan.inputs, p > 0 || bias},
                      positions.count, plan.outputs);
     }
-  write_result<T>(plan, n, positions, result);
+  for_each_run(plan, positions, [&](int64_t r, const Position& q, int64_t count) {
+    T* out = pointer<T>(c.out.at) + n * c.out.n + q.y * c.out.h + q.x * c.out.w;
+    copy<Real, T>({result + r * c.out_channels, c.out_channels, 1}, {out, c.out.w, c.out.c}, count, c.out_channels);
+  });
 }
 
 // Backward
@@ -147,28 +135,20 @@ template <class T, class> void pack_grad_out(const Plan& plan, int64_t item, int
   const Span positions = part({0, plan.positions}, item % plan.tiles * plan.tile, plan.tile);
   const T* from = pointer<const T>(c.out.at) + (plan.image + item / plan.tiles) * c.out.n;
   Real* to = reals<Real>(plan.grad_out) + item * c.out_channels * plan.tile;
-  for (int64_t first = 0; first < c.out_channels; first += STREAMS) {
-    Position q(plan, positions.first);
-    for (int64_t r = 0; r < positions.count; ++r, ++q) {
-      const T* at = from + q.y * c.out.h + q.x * c.out.w;
-      for_each_stream(first, c.out_channels, [&](int64_t o) { to[o * plan.tile + r] = widen(at[o * c.out.c]); });
-    }
-  }
+  for_each_run(plan, positions, [&](int64_t r, const Position& q, int64_t count) {
+    const T* out = from + q.y * c.out.h + q.x * c.out.w;
+    copy<T, Real>({out, c.out.w, c.out.c}, {to + r, 1, plan.tile}, count, c.out_channels);
+  });
 }
 
 template <class Real> PLIANT_INLINE const Real* grad_out_of(const Plan& plan, const Share& share, Span positions) {
   return reals<Real>(plan.grad_out) + (share.place * plan.tiles * plan.tile + positions.first) * plan.call.out_channels;
 }
 
-// Calls copy(in the image, in the slab) for each number of the pixels [H, W, slab].
-template <class Copy> PLIANT_INLINE void for_each_pixel(const Plan& plan, const Share& share, const View& images, Copy copy) {
+// Calls work(in the image, in the slab) for each row of the pixels [H, W, slab].
+template <class Work> PLIANT_INLINE void for_each_row(const Plan& plan, const Share& share, const View& images, Work work) {
   const int64_t start = share.image * images.n + share.channels.first * images.c;
-  for (int64_t first = 0; first < share.channels.count; first += STREAMS)
-    for (int64_t y = 0; y < plan.call.H; ++y)
-      for (int64_t x = 0; x < plan.call.W; ++x) {
-        const int64_t image = start + y * images.h + x * images.w, pixel = (y * plan.call.W + x) * plan.slab;
-        for_each_stream(first, share.channels.count, [&](int64_t d) { copy(image + d * images.c, pixel + d); });
-      }
+  for (int64_t y = 0; y < plan.call.H; ++y) work(start + y * images.h, y * plan.call.W * plan.slab);
 }
 
 // The gradients of the columns of a tile.
@@ -228,7 +208,10 @@ template <class T, class Loc> void backward(const Plan& plan, int64_t number, in
       scatter ? rows_of_pixels(grad_pixels, c.W * plan.slab, plan.slab, outside) : Rows{}};
 
   const T* input = pointer<const T>(c.input.at);
-  if (dots || column) for_each_pixel(plan, share, c.input, [=](int64_t from, int64_t to) { stored[to] = input[from]; });
+  const auto pack = [&](int64_t from, int64_t to) {
+    copy<T, T>({input + from, c.input.w, c.input.c}, {stored + to, plan.slab, 1}, c.W, share.channels.count);
+  };
+  if (dots || column) for_each_row(plan, share, c.input, pack);
   if (scatter) std::memset(grad_pixels, 0, static_cast<size_t>(size + plan.slab) * sizeof(Real));
   for (int64_t first = 0; first < plan.positions; first += plan.tile)
     for (int64_t point = 0; point < plan.points; point += plan.together) {
@@ -243,8 +226,11 @@ template <class T, class Loc> void backward(const Plan& plan, int64_t number, in
       if (column) grad_of_filters(plan, share, slab, positions, points);
     }
   T* grad_input = pointer<T>(c.grad_input.at);
-  const auto unpack = [=](int64_t to, int64_t from) { narrow(grad_pixels[from], grad_input + to); };
-  if (scatter) for_each_pixel(plan, share, c.grad_input, unpack);
+  const auto unpack = [&](int64_t to, int64_t from) {
+    const Matrix<T> image = {grad_input + to, c.grad_input.w, c.grad_input.c};
+    copy<Real, T>({grad_pixels + from, plan.slab, 1}, image, c.W, share.channels.count);
+  };
+  if (scatter) for_each_row(plan, share, c.grad_input, unpack);
 }
 
 // Item: a tile of an image. Adds up what its slabs have left.
