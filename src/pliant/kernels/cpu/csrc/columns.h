@@ -9,8 +9,6 @@
 namespace pliant {
 namespace {
 
-constexpr int64_t STREAMS = 8;  // channels that are copied together between channels-first and channels-last
-
 // Channels of one offset group and one group of the product, all in one slab.
 struct Piece {
   int64_t channel, count, group;
@@ -106,16 +104,6 @@ inline void copy(const Matrix<const From>& from, const Matrix<To>& to, int64_t r
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = i < below ? strip + corners : strip; j < end; ++j)
         convert(from.at[i * from.row + j * from.column], to.at + i * to.row + j * to.column);
-  }
-}
-
-// Calls copy(i) for i in [first, first + STREAMS), less at the end. What it copies it should copy from or to as many
-// places, one line of the cache each.
-template <class Copy> PLIANT_INLINE void for_each_stream(int64_t first, int64_t end, Copy copy) {
-  if (end - first >= STREAMS) {
-    for (int64_t i = first; i < first + STREAMS; ++i) copy(i);
-  } else {
-    for (int64_t i = first; i < end; ++i) copy(i);
   }
 }
 
@@ -292,21 +280,21 @@ inline void work_samples(const Plan& plan, const Slab<T>& slab, Span positions, 
   });
 }
 
-// Calls copy(in the window, in the columns) for each number of a tile's columns, where the window is [C, Ho*kh, Wo*kw]
-// of one image and the slab begins with channel `channel`.
-template <class T, class Copy>
-PLIANT_INLINE void for_each_column(const Plan& plan, const Slab<T>& slab, int64_t channel, Span positions, Span points,
-                                   Copy copy) {
+// Calls work(in the window, in the columns, positions, channels) for parts of a tile's columns, where the window is
+// [channels, Ho*kh, Wo*kw] of one image: from one position to the next it is kernel_w further. Few channels at a time, as
+// the taps of a position share lines of the cache.
+template <class T, class Work>
+PLIANT_INLINE void for_each_column(const Plan& plan, const Slab<T>& slab, int64_t channels, Span positions, Span points,
+                                   Work work) {
   const ConvolutionCall& c = plan.call;
-  for (int64_t first = 0; first < slab.count; first += STREAMS)
+  for (int64_t first = 0; first < channels; first += 2 * CORNER)
     for (int64_t p = 0; p < points.count; ++p) {
       const int64_t ky = (points.first + p) / c.kernel_w, kx = (points.first + p) % c.kernel_w;
-      Position q(plan, positions.first);
-      for (int64_t r = 0; r < positions.count; ++r, ++q) {
-        const int64_t window = (q.y * c.kernel_h + ky) * c.out.h + (q.x * c.kernel_w + kx) * c.out.w + channel * c.out.c;
-        const int64_t column = r * slab.by_position + p * slab.by_point;
-        for_each_stream(first, slab.count, [&](int64_t d) { copy(window + d * c.out.c, column + d); });
-      }
+      for_each_run(plan, positions, [&](int64_t r, const Position& q, int64_t count) {
+        const int64_t window = (q.y * c.kernel_h + ky) * c.out.h + (q.x * c.kernel_w + kx) * c.out.w + first * c.out.c;
+        const int64_t column = r * slab.by_position + p * slab.by_point + first;
+        work(window, column, count, least(channels - first, 2 * CORNER));
+      });
     }
 }
 

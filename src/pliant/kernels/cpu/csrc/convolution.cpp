@@ -55,9 +55,9 @@ template <class T, class Loc> void forward(const Plan& plan, int64_t item, int64
   }
   if (!c.groups) {
     T* window = pointer<T>(c.out.at) + n * c.out.n;
-    const auto copy = [=](int64_t to, int64_t from) { narrow(columns[from], window + to); };
-    slab.count = c.C;
-    return for_each_column(plan, slab, 0, positions, points, copy);
+    return for_each_column(plan, slab, c.C, positions, points, [&](int64_t to, int64_t from, int64_t some, int64_t channels) {
+      copy<Real, T>({columns + from, plan.row, 1}, {window + to, c.kernel_w * c.out.w, c.out.c}, some, channels);
+    });
   }
   Real* result = columns + plan.tile * plan.row;
   const int64_t depth = plan.points * plan.inputs, panels = parts(plan.outputs, PANEL<Real>);
@@ -158,9 +158,12 @@ inline void grad_of_columns(const Plan& plan, const Share& share, const Slab<T>&
   typedef Accumulator<T> Real;
   const ConvolutionCall& c = plan.call;
   if (!c.groups) {
-    const T* window = pointer<const T>(c.out.at) + share.image * c.out.n;
-    const auto copy = [=](int64_t from, int64_t to) { grads[to] = widen(window[from]); };
-    return for_each_column(plan, slab, share.channels.first, positions, points, copy);
+    const T* window = pointer<const T>(c.out.at) + share.image * c.out.n + share.channels.first * c.out.c;
+    const auto read = [&](int64_t from, int64_t to, int64_t some, int64_t channels) {
+      const Matrix<const T> stretch = {window + from, c.kernel_w * c.out.w, c.out.c};
+      copy<T, Real>(stretch, {grads + to, slab.by_position, 1}, some, channels);
+    };
+    return for_each_column(plan, slab, slab.count, positions, points, read);
   }
   for (const Piece& piece : pieces_of(plan, share.slab)) {
     const int64_t size = padded(plan.together * piece.count, PANEL<Real>) * plan.outputs;
