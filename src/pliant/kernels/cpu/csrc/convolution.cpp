@@ -18,7 +18,7 @@ constexpr int64_t FORWARD_BYTES = 512 << 10;  // of a tile's columns: half of a 
 constexpr int64_t FORWARD_ROWS = 168;         // positions of a tile, at most
 constexpr int64_t BACKWARD_ROWS = 252;        // positions of a tile: a multiple of BLOCK_ROWS
 constexpr int64_t SLAB = 32;                  // channels, at most
-constexpr int64_t BACKWARD_WIDTH = 96;        // channels of a tile, those of each of its taps counted, if it has more than one
+constexpr int64_t BACKWARD_WIDTH = 96;        // columns of a tile: the channels of as many taps as fit, but of one at least
 constexpr int64_t SCRATCH_BYTES = 64 << 20;   // or a copy of the input: what the slabs of all workers may take
 constexpr int64_t IMAGE_BYTES = 32 << 20;     // what the images that are worked on at once may take, if more than one
 
