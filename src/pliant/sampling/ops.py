@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from . import reference
@@ -99,7 +100,9 @@ class Operator:
         )
         self.forward = getattr(torch.ops.pliant, name).default
         self.backward = getattr(torch.ops.pliant, f"{name}_backward").default
-        self.function, self.eager_function, self.backward_function = _functions(self)
+        self.function, eager, self.backward_function = _functions(self)
+        # Past the preparations of `apply` for functional transforms, which take longer than a call.
+        self.eager: Any = super(torch.autograd.Function, eager).apply
         for registered, kernel, fakes, function in (
             (name, self._forward, fake, self.function),
             (f"{name}_backward", self._backward, self._backward_fake, self.backward_function),
@@ -115,7 +118,7 @@ class Operator:
         elif _in_transform():
             out = self.function.apply(*args)
         elif torch.is_grad_enabled() and _wants_gradient(args):
-            out = self.eager_function.apply(*args)
+            out = self.eager(*unwrap_dead_wrappers(args))
         elif _observed(args):
             out = self.forward(*args)
         else:
