@@ -102,7 +102,7 @@ class Operator:
         self.backward = getattr(torch.ops.pliant, f"{name}_backward").default
         self.function, eager, self.backward_function = _functions(self)
         # Past the preparations of `apply` for functional transforms, which take longer than a call.
-        self.eager: Any = super(torch.autograd.Function, eager).apply
+        self.eager: Any = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
         for registered, kernel, fakes, function in (
             (name, self._forward, fake, self.function),
             (f"{name}_backward", self._backward, self._backward_fake, self.backward_function),
