@@ -78,6 +78,25 @@ for policy, dtype, g, k, d, v, r, p in (
     torch.use_deterministic_algorithms(False)
 
 assert {name for name, _ in compiled} == {"by_query", "by_point", "scatter", "collect"}
+sums = len(compiled)
+from pliant.kernels.triton import convolution, convolution_backward
+
+steps = ((1, 1), (1, 1), (1, 1))
+for dtype, c, kernel in (
+    (torch.float16, 256, (3, 3)), (torch.float32, 32, (3, 3)), (torch.float64, 6, (3, 2)),
+):
+    input, weight = torch.zeros(1, c, 5, 6, dtype=dtype), torch.zeros(c, c, *kernel, dtype=dtype)
+    k, wide = kernel[0] * kernel[1], 8 - kernel[1] + 1
+    offset, mask = torch.zeros(1, 2 * k, 5, wide), torch.zeros(1, k, 5, wide, dtype=dtype)
+    args = (input, offset, mask, weight, None, *steps)
+    out = convolution.deform_conv(*args)
+    convolution.deform_columns(input, offset.to(dtype), mask, kernel, *steps)
+    if dtype == torch.float16:
+        convolution_backward.deform_conv_backward(out, *args, [True] * 4 + [False])
+expected = {"convolve", "resample", "transpose", "locate", "fill", "collect", "differentiate"}
+assert expected <= {name for name, _ in compiled[sums:]}
+least = 101376  # bytes of shared memory on the smallest of these GPUs
+assert all(kernel.metadata.shared <= least or ARCH >= 90 for _, kernel in compiled)
 assert all(f".target sm_{ARCH}" in kernel.asm["ptx"] for _, kernel in compiled)
 fast = next(kernel for name, kernel in compiled if name == "by_point")
 assert "red.global" in fast.asm["ptx"] or "atom.global" in fast.asm["ptx"]

@@ -142,6 +142,23 @@ def test_lying_metadata_read_nothing_outside(lie, policy):
     assert all(x.isfinite().all() for x in got)
 
 
+@pytest.mark.parametrize("policy", [ATTENTION, GEOMETRIC], ids=["attention", "geometric"])
+def test_sides_too_long_for_the_quick_floor(policy):
+    """From 2**22 pixels on, float32 no longer counts in steps below a half."""
+    side = 2**22 + 40
+    x = torch.tensor([0.0, 0.3, 0.5, 1.0, 1.0 + 1e-6, 2.0, -1.0, torch.inf, torch.nan])
+    loc = torch.stack([x * (side if policy == GEOMETRIC else 1), torch.full_like(x, 0.4)], -1)
+    args = [
+        torch.randn(1, side, 1, 1, 1, device=DEVICE),
+        torch.tensor([[[1, side]]], device=DEVICE),
+        torch.tensor([[0]], device=DEVICE),
+        loc.view(1, 3, 1, 1, 3, 2).to(DEVICE),
+        torch.rand(1, 3, 1, 1, 3, 1, 1, device=DEVICE),
+        policy,
+    ]
+    compare(args, tolerance=3e-6)
+
+
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
 def test_deterministic_mode_repeats_to_the_bit(policy, monkeypatch):
     monkeypatch.setattr(launch, "SORTED_AT_ONCE", 40)  # several rounds
