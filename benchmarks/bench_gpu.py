@@ -92,11 +92,11 @@ def main() -> int:
         ):
             rows.append(_row(figure, positions))
             console.print(_line(rows[-1]))
+            if arguments.json:  # so far, should the rest be cut off
+                save(arguments.json, {"rows": rows, "refused": refused})
     console.print(_table(rows))
     for operator, failed in refused.items():
         console.print(f"[red]{operator} was not timed: {len(failed)} of its cases fail[/]")
-    if arguments.json:
-        save(arguments.json, {"rows": rows, "refused": refused})
     return 1 if refused else 0
 
 
