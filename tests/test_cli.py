@@ -192,6 +192,11 @@ def test_demo_tells_what_to_install(
     assert capsys.readouterr().err == "pliant demo needs rich: pip install 'pliant[demo]'\n"
 
 
+def test_demo_on_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--device", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("pliant demo cannot run on 'nowhere': ")
+
+
 # pliant run
 
 
@@ -203,8 +208,8 @@ def test_run_passes_arguments_and_answers_to_the_vendors_names(
         "import sys, torch, torch_npu\nfrom mx_driving import deformable_aggregation\n"
         "print(sys.argv[1:], __name__, deformable_aggregation.__module__.split('.')[0])\n"
     )
-    assert cli.main(["run", str(script), "--epochs", "3"]) == 0
-    assert capsys.readouterr().out == "['--epochs', '3'] __main__ pliant\n"
+    assert cli.main(["run", str(script), "--", "--epochs", "3"]) == 0
+    assert capsys.readouterr().out == "['--', '--epochs', '3'] __main__ pliant\n"
     assert "mx_driving" not in sys.modules
 
 

@@ -113,7 +113,7 @@ def test_without_a_compiler_the_install_succeeds_and_the_reference_serves(tmp_pa
     there = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     printed = run(sys.executable, "-c", USE, env=there)
     assert str(site) in printed
-    assert "refused: impl='cpu' cannot run this: the CPU kernels are not built" in printed
+    assert re.search(r"refused: \w+: impl='cpu' cannot run this: the CPU kernels are not", printed)
     printed = run(sys.executable, "-m", "pliant", "info", env=there)
     assert re.search(r"cpu +does not work\n +- the CPU kernels are not built", printed)
 

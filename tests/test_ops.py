@@ -253,7 +253,7 @@ def test_automatic_choice_falls_back_and_says_why(caplog, monkeypatch) -> None: 
     assert calls == [("sample_sum", "reference")]
     assert caplog.messages == ["the reference runs instead of cpu: it is Sunday; it rains"]
     with pytest.raises(
-        NotImplementedError, match=r"^impl='cpu' cannot run this: it is Sunday; it rains$"
+        NotImplementedError, match=r"_attn: impl='cpu' cannot run this: it is Sunday; it rains$"
     ):
         function(*tensors, impl="cpu")
 
@@ -265,8 +265,8 @@ def test_triton_without_a_gpu_raises_with_every_reason() -> None:
     with pytest.raises(NotImplementedError) as error:
         function(*tensors, impl="triton")
     assert str(error.value) == (
-        "impl='triton' cannot run this: no CUDA device is available, and TRITON_INTERPRET=1 is not "
-        "set; Triton kernels need CUDA tensors, got cpu"
+        "multi_scale_deformable_attn: impl='triton' cannot run this: no CUDA device is available, "
+        "and TRITON_INTERPRET=1 is not set; Triton kernels need CUDA tensors, got cpu"
     )
 
 

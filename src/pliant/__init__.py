@@ -1,8 +1,8 @@
 """Pliant: deformable-sampling operators for PyTorch, exact and fast on CPUs and GPUs.
 
 functional/   what you call: one file an operator
-sampling/     the one computation behind them: canonical form, checks, reference, registered
-operators kernels/      how it runs fast: one folder a backend (cpu: C++, triton: GPUs)
+sampling/     the computation behind them: canonical form, checks, reference, registered operators
+kernels/      how it runs fast: one folder a backend (cpu: C++, triton: GPUs)
 compat/       other people's names for the same operators
 testing/      scalar loops, plain-PyTorch composites, named cases and comparisons
 """

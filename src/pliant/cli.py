@@ -14,7 +14,10 @@ OPERATORS = ("aggregation", "attention", "geometric", "convolution")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit status."""
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
+    if "script" in arguments:  # argparse would drop a "--" among the script's own
+        arguments.arguments = words[2:]
     return int(arguments.function(arguments))
 
 
@@ -67,8 +70,17 @@ def _demo(arguments: argparse.Namespace) -> int:
         needs = " and ".join(missing)
         print(f"pliant demo needs {needs}: pip install 'pliant[demo]'", file=sys.stderr)
         return 2
+    import torch
+
     from pliant import demo
 
+    if arguments.device:
+        try:
+            torch.empty(0, device=arguments.device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            print(f"pliant demo cannot run on {arguments.device!r}: {reason}", file=sys.stderr)
+            return 2
     return demo.run(
         device=arguments.device, operators=arguments.operator or (), picture=arguments.picture
     )

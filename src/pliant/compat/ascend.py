@@ -76,7 +76,7 @@ def run_script(path: str | os.PathLike[str], argv: Sequence[str] = ()) -> None:
     sys.path.insert(0, folder)
     try:
         install()
-        runpy.run_path(os.fspath(path), run_name="__main__")
+        runpy.run_path(os.path.abspath(path), run_name="__main__")
     finally:
         sys.argv = args
         with contextlib.suppress(ValueError):  # the script may have taken it out itself

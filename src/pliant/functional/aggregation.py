@@ -53,7 +53,7 @@ def deformable_aggregation(
         checks.signature(OP, "sample_locations", sample_locations),
         checks.signature(OP, "weight", weight),
     )
-    chosen = checks.implementation(OP, impl)
+    chosen = ops.implementation(OP, impl, feature_maps, sample_locations, weight)
     shapes, starts = resolve(NAMES, feature_maps, spatial_shape, scale_start_index)
     checks.count(
         OP, "spatial_shape", "cam", shapes.shape[0], "sample_locations", sample_locations.shape[3]

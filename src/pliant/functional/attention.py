@@ -55,7 +55,7 @@ def multi_scale_deformable_attn(
         checks.signature(OP, "sampling_locations", sampling_locations),
         checks.signature(OP, "attention_weights", attention_weights),
     )
-    chosen = checks.implementation(OP, impl)
+    chosen = ops.implementation(OP, impl, value, sampling_locations, attention_weights)
     shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
     checks.count(
         OP,

@@ -59,10 +59,10 @@ def deform_conv2d(
             checks.pair(op, "padding", padding, 0),
             checks.pair(op, "dilation", dilation, 1),
         ),
-        torch.is_autocast_enabled(input.device.type),
+        autocast := checks.autocast(input.device.type),
     )
-    chosen = checks.implementation(op, impl)
-    if torch.is_autocast_enabled(input.device.type):
+    chosen = ops.implementation(op, impl, input, offset, mask)
+    if autocast and input.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -120,7 +120,8 @@ def deform_columns(
         None if mask is None else checks.signature(op, "mask", mask),
         kernel,
     )
-    return ops.deform_columns(input, offset, mask, kernel, *steps, checks.implementation(op, impl))
+    chosen = ops.implementation(op, impl, input, offset, mask)
+    return ops.deform_columns(input, offset, mask, kernel, *steps, chosen)
 
 
 @checks.once
@@ -207,7 +208,8 @@ def _check_conv(
         checks.shape(op, "bias", bias.shape, "Co", sizes)
     for name, other in others.items():
         checks.feature_dtype(op, name, other.dtype)
-        if other.dtype != input.dtype and not autocast:
+        cast = autocast and torch.float64 not in (other.dtype, input.dtype)
+        if other.dtype != input.dtype and not cast:
             names = [str(d).removeprefix("torch.") for d in (input.dtype, other.dtype)]
             raise TypeError(
                 f"{op}: {name} must have the dtype of input, {names[0]}, got {names[1]}"

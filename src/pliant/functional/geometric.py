@@ -54,7 +54,7 @@ def geometric_kernel_attention(
         checks.signature(OP, "sampling_locations", sampling_locations),
         checks.signature(OP, "attention_weights", attention_weights),
     )
-    chosen = checks.implementation(OP, impl)
+    chosen = ops.implementation(OP, impl, value, sampling_locations, attention_weights)
     shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
     checks.count(
         OP,

@@ -81,7 +81,7 @@ def same_device(op: str, first: str, device: torch.device, others: dict[str, Sig
 
 
 def divides(op: str, name: str, size: int, by_name: str, by: int) -> None:
-    if by == 0 or size % by:
+    if isinstance(by, float) or by < 1 or size % by:
         raise ValueError(f"{op}: {by_name} must divide {name} = {size}, got {by}")
 
 
@@ -103,11 +103,9 @@ def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
     return both
 
 
-def implementation(op: str, impl: str | None) -> str:
-    """The `impl` argument as the operators take it; "" is the automatic choice."""
-    if impl not in (None, "reference", "cpu", "triton"):
-        raise ValueError(f"{op}: impl must be None, 'reference', 'cpu' or 'triton', got {impl!r}")
-    return impl or ""
+def autocast(device: str) -> bool:
+    """Whether autocast is on for this type of device; some types know none."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def count(op: str, name: str, axis: str, got: int, other: str, expected: int) -> None:

@@ -8,6 +8,7 @@ outside. PLIANT_CHECK=1 reads and checks them too.
 """
 
 import functools
+import numbers
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def _host(
             got = str(x.dtype).removeprefix("torch.")
             raise TypeError(f"{op}: {name} must be int32 or int64, got {got}")
         readable = x.is_cpu or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
-        if tracing or not readable:
+        if tracing or not readable or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return None, x.shape
         return tuple((x if x.dim() == 1 else x.flatten()).tolist()), x.shape
     flat, size = x, [len(x)] if isinstance(x, (list, tuple)) else []
@@ -92,12 +93,13 @@ def _host(
         if any(len(row) != size[-1] for row in flat):
             raise ValueError(f"{op}: {name} must have rows of one length, got {x!r}")
         flat = [v for row in flat for v in row]
-    integers = (int, torch.SymInt)
+    integers = (int, torch.SymInt, numbers.Integral)
     if not size or any(isinstance(v, bool) or not isinstance(v, integers) for v in flat):
         raise TypeError(
             f"{op}: {name} must hold integers (an int32 or int64 tensor, or Python ints), got {x!r}"
         )
-    return tuple(flat), tuple(size)
+    plain: Any = (v if isinstance(v, (int, torch.SymInt)) else int(v) for v in flat)
+    return tuple(plain), tuple(size)
 
 
 def _from_host(
@@ -114,7 +116,7 @@ def _from_host(
     areas = [h * w for h, w in zip(heights, widths, strict=True)]
     if starts is None:
         starts = tuple(sum(areas[:i]) for i in range(len(areas)))
-    if not checks.tracing():
+    if all(isinstance(v, int) for v in (*shapes, *starts, stored)):  # a tracer's may be symbols
         _check_values(names, shapes, starts, size, stored)
     if torch.compiler.is_compiling() or device.type == "cpu":
         flat = torch.tensor([*shapes, *starts], dtype=torch.int64, device=device)
@@ -136,7 +138,9 @@ def _remembered(
     stream: int,
 ) -> tuple[Tensor, Tensor]:
     # The stream is part of the key: a tensor filled on one stream is not yet there for another.
-    return _from_host(names, shapes, size, starts, starts_size, stored, device)
+    # What is remembered must serve in every mode, so no mode of this call may mark it.
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        return _from_host(names, shapes, size, starts, starts_size, stored, device)
 
 
 def _check_values(
@@ -152,6 +156,11 @@ def _check_values(
         if h < 0 or w < 0:
             raise ValueError(
                 f"{names.op}: {names.shapes}{at} must be (height, width) >= 0, got ({h}, {w})"
+            )
+        if h >= 2**31 or w >= 2**31:
+            raise ValueError(
+                f"{names.op}: {names.shapes}{at} must be (height, width) below 2**31, "
+                f"got ({h}, {w})"
             )
         if start < 0:
             raise ValueError(f"{names.op}: {names.starts}{at} must be >= 0, got {start}")

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from . import reference
-from .problem import POLICIES
+from . import checks, reference
+from .problem import INDEX_DTYPES, POLICIES
 
 log = logging.getLogger("pliant")
 library = torch.library.Library("pliant", "DEF")
@@ -42,6 +42,19 @@ _records: list[list[tuple[str, str]]] = []
 def backend(name: str) -> Any:
     """The module with a backend's kernels, imported on first use."""
     return reference if name == "reference" else importlib.import_module(f"pliant.kernels.{name}")
+
+
+def implementation(op: str, impl: str | None, *operands: Tensor | None) -> str:
+    """The `impl` argument of `op` as the operators take it; "" is the automatic choice."""
+    if impl is None:
+        return ""
+    if impl not in ("reference", "cpu", "triton"):
+        raise ValueError(f"{op}: impl must be None, 'reference', 'cpu' or 'triton', got {impl!r}")
+    if impl == "reference" or checks.tracing():  # the operator will ask when it runs
+        return impl
+    if reasons := backend(impl).supports(*operands):
+        raise NotImplementedError(f"{op}: impl={impl!r} cannot run this: " + "; ".join(reasons))
+    return impl
 
 
 def choose(impl: str, value: Tensor, loc: Tensor, weight: Tensor | None) -> str:
@@ -75,7 +88,8 @@ def record() -> Iterator[list[tuple[str, str]]]:
 class Operator:
     """A registered operator and its gradient.
 
-    `schema` lists the arguments before the last, `impl`. Those at `differentiable` have gradients,
+    `schema` lists the arguments before the last, `impl`. `verify` raises if they do not fit
+    together. Those at `differentiable` have gradients,
     and the first three of them (features, positions, weights) decide which kernel can run. Those
     at `shared` are the same for every item of the batch. `kernel_args` turns the arguments into
     those of the backends' functions.
@@ -89,6 +103,7 @@ class Operator:
         differentiable: tuple[int, ...],
         shared: tuple[int, ...],
         fake: Callable[..., Tensor],
+        verify: Callable[..., None],
         kernel_args: Callable[..., tuple[Any, ...]],
     ) -> None:
         self.name, self.differentiable, self.shared = name, differentiable, shared
@@ -103,9 +118,15 @@ class Operator:
         self.function, eager, self.backward_function = _functions(self)
         # Past the preparations of `apply` for functional transforms, which take longer than a call.
         self.eager: Any = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
+        self.verify = verify
         for registered, kernel, fakes, function in (
-            (name, self._forward, fake, self.function),
-            (f"{name}_backward", self._backward, self._backward_fake, self.backward_function),
+            (name, self._called, fake, self.function),
+            (
+                f"{name}_backward",
+                self._backward_called,
+                self._backward_fake,
+                self.backward_function,
+            ),
         ):
             library.impl(registered, kernel, "CompositeExplicitAutograd")
             library.impl(registered, _autograd(registered, function), "Autograd")
@@ -124,6 +145,17 @@ class Operator:
         else:
             out = self._forward(*args)
         return out  # type: ignore[no-any-return]
+
+    def _called(self, *args: Any) -> Tensor:
+        """The operator as anybody may call it: the public functions have checked before."""
+        self.verify(*args)
+        return self._forward(*args)
+
+    def _backward_called(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        self.verify(*args[:-1])
+        shape = self.fake(*(a.to("meta") if isinstance(a, Tensor) else a for a in args[:-1])).shape
+        _expect(grad.shape == shape, f"{self.name}_backward: grad", list(shape), list(grad.shape))
+        return self._backward(grad, *args)
 
     def _forward(self, *args: Any) -> Tensor:
         name = self._choose(self.name, args)
@@ -173,9 +205,8 @@ def _like(x: Tensor, model: Tensor) -> Tensor:
 
 def _full_precision(kernel: Callable[..., Any], first: Tensor, *rest: Any) -> Any:
     """Autocast chose the operator's dtypes already; the products inside must keep them."""
-    device = first.device.type
-    if torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
+    if checks.autocast(first.device.type):
+        with torch.autocast(first.device.type, enabled=False):
             return kernel(first, *rest)
     return kernel(first, *rest)
 
@@ -196,15 +227,16 @@ def _transformed(args: Sequence[Any]) -> bool:
     return _in_transform() or (torch.is_grad_enabled() and _wants_gradient(args))
 
 
-_PLAIN = {Tensor, torch.nn.Parameter, str}
-
-
 def _observed(args: Sequence[Any]) -> bool:
-    """Whether a mode, a tensor subclass or a profiler wants to see the operator."""
+    """Whether a mode, a profiler or a tensor's own nature needs the dispatcher."""
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled():
         return True
-    for a in args:  # noqa: SIM110 - any() is slower
-        if type(a) not in _PLAIN and isinstance(a, Tensor):
+    for a in args:
+        kind = type(a)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if a.is_neg() or a._is_zerotensor():  # whose memory is not what it seems
+                return True
+        elif isinstance(a, Tensor):
             return True
     return False
 
@@ -372,6 +404,77 @@ def _join(x: Any, dim: int | None, size: int) -> Any:
 # The three operators
 
 
+def _expect(met: bool, what: str, expected: Any, got: Any) -> None:
+    if not met:
+        raise ValueError(f"{what} must be {expected}, got {got}")
+
+
+def _verify_operands(op: str, impl: str, *operands: Tensor | None) -> None:
+    _expect(impl in ("", "reference", "cpu", "triton"), f"{op}: impl", "a backend", repr(impl))
+    given = [x for x in operands if x is not None]
+    devices = sorted({str(x.device) for x in given})
+    _expect(len(devices) == 1, f"{op}: the operands' device", "one", devices)
+
+
+def _verify_sum(
+    value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, *rest: str
+) -> None:
+    op, sizes = "sample_sum", dict[str, int]()
+    checks.shape(op, "value", value.shape, "N S G K D", sizes)
+    checks.shape(op, "shapes", shapes.shape, "V R 2", sizes)
+    checks.shape(op, "starts", starts.shape, "V R", sizes)
+    checks.shape(op, "weight", weight.shape, "N Q G V P R K", sizes)
+    checks.shape(op, "loc", loc.shape, "N Q G V P 2", sizes)
+    for name, x in (("shapes", shapes), ("starts", starts)):
+        _expect(x.dtype in INDEX_DTYPES, f"{op}: {name}", "int32 or int64", x.dtype)
+    _expect(rest[:3] in _POLICIES, f"{op}: the policy", "one of POLICIES", rest[:3])
+    _verify_operands(op, rest[3], value, loc, weight)
+
+
+def _verify_columns(
+    input: Tensor, offset: Tensor, mask: Tensor | None, kernel: Sequence[int], *rest: Any
+) -> None:
+    op, sizes = "deform_columns", dict[str, int]()
+    checks.shape(op, "input", input.shape, "N C H W", sizes)
+    checks.shape(op, "offset", offset.shape, "N O Ho Wo", sizes)
+    names = ("kernel", "stride", "padding", "dilation")
+    for name, steps in zip(names, (kernel, *rest[:3]), strict=True):
+        fits = len(steps) == 2 and min(steps) >= (name != "padding")
+        _expect(fits, f"{op}: {name}", "two sizes (height, width)", list(steps))
+    taps, channels, shifts = kernel[0] * kernel[1], input.shape[1], offset.shape[1]
+    _expect(shifts % (2 * taps) == 0, f"{op}: offset's axis 1", f"k * {2 * taps}", shifts)
+    groups = shifts // (2 * taps)
+    fits = groups > 0 and channels % groups == 0
+    _expect(fits, f"{op}: the deformable groups", f"a divisor of {channels}", groups)
+    if mask is not None:
+        size = [offset.shape[0], shifts // 2, *offset.shape[2:]]
+        _expect(list(mask.shape) == size, f"{op}: mask's shape", size, list(mask.shape))
+    _verify_operands(op, rest[-1], input, offset, mask)
+
+
+def _verify_conv(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+) -> None:
+    op, sizes = "deform_conv", dict[str, int]()
+    checks.shape(op, "weight", weight.shape, "Co Ci kh kw", sizes)
+    _verify_columns(input, offset, mask, weight.shape[2:], *rest)
+    (outputs, per_group), channels = weight.shape[:2], input.shape[1]
+    groups = channels // per_group if per_group and channels % per_group == 0 else 0
+    fits = channels == per_group == 0 or (groups > 0 and outputs % groups == 0)
+    _expect(fits, f"{op}: weight's axes 0 and 1", "k * groups and C / groups", list(weight.shape))
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None:
+            _expect(x.dtype == input.dtype, f"{op}: {name}", input.dtype, x.dtype)
+    if bias is not None:
+        checks.shape(op, "bias", bias.shape, "Co", sizes)
+    _verify_operands(op, rest[-1], input, weight, bias)
+
+
 def _sample_sum_fake(
     value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, *rest: Any
 ) -> Tensor:
@@ -415,6 +518,7 @@ sample_sum = Operator(
     differentiable=(0, 3, 4),
     shared=(1, 2),
     fake=_sample_sum_fake,
+    verify=_verify_sum,
     kernel_args=_with_policy,
 )
 deform_columns = Operator(
@@ -424,6 +528,7 @@ deform_columns = Operator(
     differentiable=(0, 1, 2),
     shared=(),
     fake=_deform_columns_fake,
+    verify=_verify_columns,
     kernel_args=_as_they_are,
 )
 deform_conv = Operator(
@@ -433,5 +538,6 @@ deform_conv = Operator(
     differentiable=(0, 1, 2, 3, 4),
     shared=(3, 4),
     fake=_deform_conv_fake,
+    verify=_verify_conv,
     kernel_args=_as_they_are,
 )

@@ -120,7 +120,9 @@ def _last_two(op: str, name: str, x: Sequence[int]) -> tuple[int, int]:
 
 
 def _four(op: str, name: str, x: Sequence[int], meaning: str, least: int) -> Sequence[int]:
-    ints = isinstance(x, (list, tuple)) and all(isinstance(v, (int, torch.SymInt)) for v in x)
+    ints = isinstance(x, (list, tuple)) and all(
+        isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool) for v in x
+    )
     if not ints or len(x) != 4:
         raise TypeError(f"{op}: {name} must be four ints {meaning}, got {x!r}")
     if any(v < least for v in x):
@@ -151,7 +153,7 @@ def _check(
     for name, x in given.items():
         checks.shape(op, name, x.shape, axes[name], sizes)
     given["weight"] = checks.signature(op, "weight", weight)
-    if not torch.is_autocast_enabled(input.device.type):
+    if not checks.autocast(input.device.type):
         for name, x in given.items():
             if x.dtype != input.dtype:
                 raise TypeError(

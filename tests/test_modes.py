@@ -1,0 +1,194 @@
+"""One call must not spoil the next, whatever mode it ran in; odd tensors; direct calls."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import pliant
+from pliant import testing
+from pliant.sampling import maps
+
+LEVELS = [(4, 4), (2, 2)]
+IMPLS = [impl for impl in testing.impls("cpu") if impl != "triton"]
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.rand(2, 20, 2, 3), torch.rand(2, 5, 2, 2, 3, 2), torch.rand(2, 5, 2, 2, 3)
+
+
+def call(value: Tensor, impl: str) -> Tensor:
+    return pliant.multi_scale_deformable_attn(value, LEVELS, None, *rest, impl=impl)
+
+
+def backward(value: Tensor, impl: str) -> Tensor:
+    leaf = value.detach().requires_grad_()
+    return torch.autograd.grad(call(leaf, impl).sum(), leaf)[0]
+
+
+def in_mode(mode: Callable[[], object]) -> Callable[[Tensor, str], Tensor]:
+    def run(value: Tensor, impl: str) -> Tensor:
+        with mode():  # type: ignore[attr-defined]
+            return call(value, impl)
+
+    return run
+
+
+def twice(value: Tensor, impl: str) -> Tensor:
+    def first(v: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (call(x, impl) ** 2).sum())(v).sum()
+
+    return torch.func.grad(first)(value)
+
+
+WAYS: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "plain": call,
+    "no_grad": in_mode(torch.no_grad),
+    "inference": in_mode(torch.inference_mode),
+    "backward": backward,
+    "func_grad": lambda v, impl: torch.func.grad(lambda x: call(x, impl).sum())(v),
+    "func_grad_twice": twice,
+    "vmap": lambda v, impl: torch.vmap(lambda x: call(x, impl))(torch.stack([v, v])),
+    "jacrev": lambda v, impl: torch.func.jacrev(lambda x: call(x, impl).sum())(v),
+}
+rest = tensors()[1:]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("pair", list(itertools.permutations(WAYS, 2)), ids="-then-".join)
+def test_a_mode_leaves_nothing_to_the_next_call(pair: tuple[str, str], impl: str) -> None:
+    """What is remembered of the first call (the maps' metadata) serves the second."""
+    value = tensors()[0]
+    maps._remembered.cache_clear()
+    expected = WAYS[pair[1]](value, impl)
+    maps._remembered.cache_clear()
+    WAYS[pair[0]](value, impl)
+    got = WAYS[pair[1]](value, impl)
+    with torch.inference_mode():
+        torch.testing.assert_close(got, expected)
+
+
+def negative(x: Tensor) -> Tensor:
+    """The same numbers, with their sign in a bit of the tensor's instead of in memory."""
+    return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["value", "locations", "weights", "gradient"])
+def test_tensors_with_the_negative_bit(which: int, impl: str) -> None:
+    plain = [x.requires_grad_() for x in tensors()]
+    odd = [x.detach().requires_grad_() for x in plain]
+    grad = torch.rand(2, 5, 6)
+    if which < 3:
+        odd[which] = negative(plain[which].detach()).requires_grad_()
+        assert odd[which].is_neg()
+    results = []
+    for given, incoming in ((plain, grad), (odd, negative(grad) if which == 3 else grad)):
+        value, locations, weights = given
+        out = pliant.multi_scale_deformable_attn(value, LEVELS, None, locations, weights, impl=impl)
+        with torch.no_grad():
+            again = pliant.multi_scale_deformable_attn(
+                value, LEVELS, None, locations, weights, impl=impl
+            )
+        results.append([out, again, *torch.autograd.grad(out, given, incoming)])
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_tensor_without_memory(impl: str) -> None:
+    zero = torch._efficientzerotensor(2, 20, 2, 3)
+    with torch.no_grad():
+        assert call(zero, impl).count_nonzero() == 0
+
+
+def test_meta_tensors_have_shapes() -> None:
+    value, locations, weights = (x.to("meta") for x in tensors())
+    out = pliant.multi_scale_deformable_attn(value, LEVELS, None, locations, weights)
+    assert (out.shape, out.device.type) == ((2, 5, 6), "meta")
+    x, weight = torch.rand(1, 4, 6, 6, device="meta"), torch.rand(4, 4, 3, 3, device="meta")
+    assert pliant.deform_conv2d(x, torch.rand(1, 18, 4, 4, device="meta"), weight).is_meta
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_maps_that_overrun_are_found_by_a_tracer(impl: str) -> None:
+    value = tensors()[0]
+
+    def lying(v: Tensor) -> Tensor:
+        return pliant.multi_scale_deformable_attn(v, [(4, 4), (9, 9)], [0, 16], *rest, impl=impl)
+
+    with pytest.raises(Exception, match=r"must end within the 20 rows of value, got 97"):
+        torch.compile(lying, fullgraph=True, backend="eager")(value)
+
+
+def test_float64_stays_under_autocast() -> None:
+    x, offset, weight = torch.rand(1, 4, 6, 6), torch.rand(1, 18, 4, 4), torch.rand(4, 4, 3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert pliant.deform_conv2d(x, offset, weight).dtype == torch.bfloat16
+        assert pliant.deform_conv2d(x.double(), offset, weight.double()).dtype == torch.float64
+        with pytest.raises(TypeError, match="weight must have the dtype of input"):
+            pliant.deform_conv2d(x.double(), offset, weight)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_vmap_over_metadata(impl: str) -> None:
+    value, locations, weights = tensors()
+    shapes = torch.tensor([[(4, 4), (2, 2)], [(2, 8), (1, 4)]])
+    starts = torch.tensor([0, 16])
+    function = pliant.multi_scale_deformable_attn
+    got = torch.vmap(lambda s: function(value, s, starts, locations, weights, impl=impl))(shapes)
+    for one, s in zip(got, shapes, strict=True):
+        torch.testing.assert_close(one, function(value, s, starts, locations, weights, impl=impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_registered_operator_takes_only_what_fits_together(impl: str) -> None:
+    """Called past the public functions, too, it never reads outside."""
+    args = [
+        torch.rand(1, 9, 2, 1, 4), torch.tensor([[[3, 3]]]), torch.tensor([[0]]),
+        torch.rand(1, 5, 2, 1, 3, 2), torch.rand(1, 5, 2, 1, 3, 1, 1), "unit", "bilinear", "zero",
+    ]  # fmt: skip
+    operator = torch.ops.pliant
+    out = operator.sample_sum(*args, impl)
+    for i, worse in (
+        (0, torch.rand(1, 9, 1, 1, 4)), (1, torch.tensor([[3, 3]])), (2, torch.tensor([0])),
+        (3, torch.rand(1, 5, 2, 1, 9, 2)), (4, torch.rand(1, 1, 1, 1, 1, 1, 1)), (5, "polar"),
+        (1, torch.tensor([[[3.0, 3.0]]])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^sample_sum: .* must .* got"):
+            operator.sample_sum(*args[:i], worse, *args[i + 1 :], impl)
+    with pytest.raises(ValueError, match=r"^sample_sum_backward: grad must be"):
+        operator.sample_sum_backward(out[:, :1], *args, impl, [True] * 3)
+    with pytest.raises(ValueError, match="impl must be a backend, got 'gpu'"):
+        operator.sample_sum(*args, "gpu")
+
+    x, offset, mask = torch.rand(1, 4, 6, 6), torch.rand(1, 18, 4, 4), torch.rand(1, 9, 4, 4)
+    weight, bias, steps = torch.rand(2, 4, 3, 3), torch.rand(2), ([1, 1], [0, 0], [1, 1])
+    good = [x, offset, mask, weight, bias, *steps]
+    out = operator.deform_conv(*good, impl)
+    for i, worse in (
+        (1, offset[:, :17]), (2, mask[:, :8]), (2, mask[..., :3]), (3, weight[:, :3]),
+        (4, bias[:1]), (5, [0, 1]), (5, [1]), (3, weight.double()),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^deform_(conv|columns): .* must .* got"):
+            operator.deform_conv(*good[:i], worse, *good[i + 1 :], impl)
+    with pytest.raises(ValueError, match=r"^deform_conv_backward: grad must be"):
+        operator.deform_conv_backward(out[..., :1], *good, impl, [True] * 5)
+
+
+def test_sizes_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    value, locations, weights = tensors()
+    sizes = [tuple(row) for row in numpy.array(LEVELS)]
+    got = pliant.multi_scale_deformable_attn(value, sizes, None, locations, weights)
+    expected = pliant.multi_scale_deformable_attn(value, LEVELS, None, locations, weights)
+    assert torch.equal(got, expected)
+
+
+def test_sizes_that_no_map_has() -> None:
+    value, locations, weights = tensors()
+    text = r"^multi_scale_deformable_attn: spatial_shapes\[0\] must be .* below 2\*\*31, got"
+    with pytest.raises(ValueError, match=text):
+        pliant.multi_scale_deformable_attn(value, [(2**70, 0), (1, 1)], None, locations, weights)
