@@ -37,7 +37,7 @@ namespace {
 
 // What "64 MiB or one packed copy of value" allows beyond inputs and outputs.
 constexpr int64_t SCRATCH_BYTES = int64_t{64} << 20;
-constexpr int64_t HUGE_FROM = int64_t{4} << 20;
+constexpr int64_t HUGE_FROM = int64_t{4} << 20, HUGE_TO = int64_t{64} << 20;
 constexpr int64_t STREAM_FROM = int64_t{32} << 20;  // more than a cache would keep until somebody reads it
 constexpr int64_t TILE_BYTES = 16 << 10;  // of the first cache, for the sums of a block of queries
 
@@ -95,13 +95,14 @@ const Kernels* kernels_of(int64_t isa) {
 }
 
 // Large fresh memory costs a page fault every 4 KiB, which for a large result is as much as the computation: ask for
-// huge pages. Only advice: it may fail.
+// huge pages. Only advice: it may fail. Not for the largest results: among a model's other allocations the system
+// takes longer to gather so many huge pages than the small ones would cost.
 void expect_writes(int64_t memory, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t PAGE = 4096;
   const uintptr_t first = (static_cast<uintptr_t>(memory) + PAGE - 1) / PAGE * PAGE;
   const uintptr_t end = static_cast<uintptr_t>(memory + bytes) / PAGE * PAGE;
-  if (bytes >= HUGE_FROM) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  if (bytes >= HUGE_FROM && bytes <= HUGE_TO) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 #else
   (void)memory, (void)bytes;
 #endif
