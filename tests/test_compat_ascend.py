@@ -322,6 +322,10 @@ def test_load_what_was_saved_on_an_npu(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_installed")
+@pytest.mark.xfail(
+    torch.__version__.startswith("2.11."),
+    reason="Dynamo of torch 2.11 hides torch.tensor from function modes",
+)
 def test_compiled_functions() -> None:
     def attention(value: torch.Tensor, locations: torch.Tensor, weights: torch.Tensor) -> Any:
         shapes = torch.tensor([[4, 5]], device="npu")

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..sampling import checks, ops
 
 IntPair = int | tuple[int, int]
+Steps = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding, dilation
 
 
 def deform_conv2d(
@@ -59,14 +60,27 @@ def deform_conv2d(
             checks.pair(op, "padding", padding, 0),
             checks.pair(op, "dilation", dilation, 1),
         ),
-        autocast := checks.autocast(input.device.type),
+        checks.autocast(input.device.type),
     )
     chosen = ops.implementation(op, impl, input, offset, mask)
-    if autocast and input.dtype != torch.float64:
+    return convolve(input, offset, mask, weight, bias, steps, chosen)
+
+
+def convolve(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    steps: Steps,
+    impl: str,
+) -> Tensor:
+    """The convolution of operands that were checked, in autocast's dtype where that is on."""
+    if checks.autocast(input.device.type) and input.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return ops.deform_conv(input, offset, mask, weight, bias, *steps, chosen)
+    return ops.deform_conv(input, offset, mask, weight, bias, *steps, impl)
 
 
 def deform_columns(
@@ -164,7 +178,7 @@ def _check_conv(
     weight: checks.Signature,
     bias: checks.Signature | None,
     mask: checks.Signature | None,
-    steps: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
+    steps: Steps,
     autocast: bool,
 ) -> None:
     op = "deform_conv2d"

@@ -105,7 +105,8 @@ def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
 
 def autocast(device: str) -> bool:
     """Whether autocast is on for this type of device; some types know none."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    return known and torch.is_autocast_enabled(device)
 
 
 def count(op: str, name: str, axis: str, got: int, other: str, expected: int) -> None:

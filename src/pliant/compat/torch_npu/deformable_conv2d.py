@@ -1,13 +1,13 @@
 """The vendor's deformable convolution: offsets in blocks, settings as lists, columns returned."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import pliant
 
+from ...functional.convolution import Steps, convolve
 from ...sampling import checks
 from ..spelling import also_spelled, check_groups, gradients
 
@@ -28,8 +28,8 @@ def npu_deformable_conv2d(
 ) -> tuple[Tensor, Tensor]:
     """Deformable convolution: (output ``[N, Co, Ho, Wo]``, columns ``[N, C, Ho * kh, Wo * kw]``).
 
-    The columns are `pliant.deform_columns`, the output is their convolution; a gradient that
-    arrives at either counts.
+    They are `pliant.deform_conv2d` and `pliant.deform_columns`; a gradient that arrives at either
+    counts.
 
     Args:
         input: ``[N, C, H, W]``. Differentiable.
@@ -53,11 +53,11 @@ def npu_deformable_conv2d(
         >>> output.shape, columns.shape
         (torch.Size([2, 4, 6, 6]), torch.Size([2, 8, 18, 18]))
     """
-    settings = _settings(kernel_size, stride, padding, dilation, op := "npu_deformable_conv2d")
-    _check(op, input, weight, offset, settings, groups, deformable_groups, modulated, bias=bias)
-    columns = _columns(input, offset, modulated, **settings)
-    kernel = settings["kernel_size"]
-    return torch.conv2d(columns, weight, bias, stride=kernel, groups=groups), columns
+    kernel, steps = _settings(kernel_size, stride, padding, dilation, op := "npu_deformable_conv2d")
+    _check(op, input, weight, offset, kernel, groups, deformable_groups, modulated, bias=bias)
+    moves, mask = _interleaved(offset, modulated)
+    columns = pliant.deform_columns(input, moves, kernel, *steps, mask)
+    return convolve(input, moves, mask, weight, bias, steps, ""), columns
 
 
 @also_spelled(self="input", offset_out="columns", dilations="dilation")
@@ -75,24 +75,27 @@ def npu_deformable_conv2dbk(
     deformable_groups: int = 1,
     modulated: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of (input, weight, offset, bias), given that of the output and the columns."""
-    settings = _settings(kernel_size, stride, padding, dilation, op := "npu_deformable_conv2dbk")
+    """The gradients of (input, weight, offset, bias), given that of the output.
+
+    The columns are checked and not needed: the kernels sample again sooner than they read them.
+    """
+    op = "npu_deformable_conv2dbk"
+    kernel, steps = _settings(kernel_size, stride, padding, dilation, op)
     others = {"grad_output": grad_output, "columns": columns}
-    _check(op, input, weight, offset, settings, groups, deformable_groups, modulated, **others)
-    convolution = settings["kernel_size"], (0, 0), (1, 1), False, (0, 0), groups
-    grad_columns, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-        grad_output, columns, weight, [weight.shape[0]], *convolution, [True, True, True]
-    )
-    grad_input, grad_offset = gradients(
-        lambda x, moved: _columns(x, moved, modulated, **settings), (input, offset), grad_columns
-    )
-    return grad_input, grad_weight, grad_offset, grad_bias  # type: ignore[return-value]
+    _check(op, input, weight, offset, kernel, groups, deformable_groups, modulated, **others)
+
+    def output(input: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+        moves, mask = _interleaved(offset, modulated)
+        return convolve(input, moves, mask, weight, None, steps, "")
+
+    grads = gradients(output, (input, weight, offset), grad_output)
+    return *grads, grad_output.sum((0, 2, 3))  # type: ignore[return-value]
 
 
-def _columns(input: Tensor, offset: Tensor, modulated: bool, **settings: Any) -> Tensor:
+def _interleaved(offset: Tensor, modulated: bool) -> tuple[Tensor, Tensor | None]:
+    """Blocks of x and y as pairs (y, x) ``[N, 2 * dg * kh * kw, Ho, Wo]``, and the mask."""
     x, y, *mask = offset.chunk(3 if modulated else 2, dim=1)
-    pairs = torch.stack((y, x), dim=2).flatten(1, 2)  # [N, 2 * dg * kh * kw, Ho, Wo]
-    return pliant.deform_columns(input, pairs, mask=mask[0] if mask else None, **settings)
+    return torch.stack((y, x), dim=2).flatten(1, 2), mask[0] if mask else None
 
 
 def _settings(
@@ -101,15 +104,12 @@ def _settings(
     padding: Sequence[int],
     dilation: Sequence[int],
     op: str,
-) -> dict[str, tuple[int, int]]:
-    """The vendor's lists as `pliant.deform_columns` takes them."""
+) -> tuple[tuple[int, int], Steps]:
+    """The vendor's lists as ours: the kernel, and (stride, padding, dilation)."""
     top, _, left, _ = _four(op, "padding", padding, "[top, bottom, left, right]", 0)
-    return {
-        "kernel_size": checks.pair(op, "kernel_size", kernel_size, 1),
-        "stride": _last_two(op, "stride", stride),
-        "padding": (top, left),
-        "dilation": _last_two(op, "dilation", dilation),
-    }
+    kernel = checks.pair(op, "kernel_size", kernel_size, 1)
+    steps = _last_two(op, "stride", stride), (top, left), _last_two(op, "dilation", dilation)
+    return kernel, steps
 
 
 def _last_two(op: str, name: str, x: Sequence[int]) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def _check(
     input: Tensor,
     weight: Tensor,
     offset: Tensor,
-    settings: dict[str, tuple[int, int]],
+    kernel: tuple[int, int],
     groups: int,
     deformable_groups: int,
     modulated: bool,
@@ -143,11 +143,11 @@ def _check(
 ) -> None:
     blocks = 3 if modulated else 2
     check_groups(op, "input", input, offset, weight, groups, deformable_groups, blocks)
-    (n, c), (co, _, *kernel), (ho, wo) = input.shape[:2], weight.shape, offset.shape[2:]
-    if tuple(kernel) != (size := settings["kernel_size"]):
-        raise ValueError(f"{op}: kernel_size must be that of weight, {kernel}, got {list(size)}")
+    (n, c), (co, _, *taps), (ho, wo) = input.shape[:2], weight.shape, offset.shape[2:]
+    if tuple(taps) != kernel:
+        raise ValueError(f"{op}: kernel_size must be that of weight, {taps}, got {list(kernel)}")
     sizes = {"N": n, "C": c, "Co": co, "Ho": ho, "Wo": wo}
-    sizes |= {"Ho*kh": ho * size[0], "Wo*kw": wo * size[1]}
+    sizes |= {"Ho*kh": ho * kernel[0], "Wo*kw": wo * kernel[1]}
     axes = {"bias": "Co", "grad_output": "N Co Ho Wo", "columns": "N C Ho*kh Wo*kw"}
     given = {name: checks.signature(op, name, x) for name, x in others.items() if x is not None}
     for name, x in given.items():
