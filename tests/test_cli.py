@@ -15,7 +15,7 @@ from torch import Tensor
 import pliant
 from pliant import cli, demo, info
 from pliant.compat import mx_driving
-from pliant.sampling import ops
+from pliant.sampling import direct, ops
 
 ATTENTION = ["demo", "--device", "cpu", "--operator", "attention"]
 
@@ -158,6 +158,8 @@ def test_demo_fails_for_a_wrong_kernel(
         return spoil(result) if isinstance(result, Tensor) else tuple(map(spoil, result))
 
     monkeypatch.setattr(kernels, operator, spoilt)
+    monkeypatch.setattr(kernels, operator.replace("sample", "plan"), lambda *args: None)
+    monkeypatch.setattr(direct, "_plans", {})
     assert cli.main([*ATTENTION, "--picture", str(tmp_path / "p.png")]) == 1
     out = capsys.readouterr().out
     for what in wrong:

@@ -61,10 +61,15 @@ for policy, dtype, g, k, d, v, r, p in (
     value, loc = torch.zeros(1, 400, g, k, d, dtype=dtype), torch.zeros(1, 30, g, v, p, 2)
     weight = torch.zeros(1, 30, g, v, p, r, k, dtype=dtype)
     maps = torch.zeros(v, r, 2, dtype=torch.int64), torch.zeros(v, r, dtype=torch.int64)
-    args = (value, *maps, loc, weight, policy)
+    args, grad = (value, *maps, loc, weight, policy), torch.zeros(1, 30, g, k, d, dtype=dtype)
+    needs, strides = (True, policy.interpolation != "nearest", True), [x.stride() for x in args[:5]]
+    by_size = launch.plan_sum(*args, (1, 30, g * k * d))
+    back = launch.plan_sum_backward(grad, *args, needs, (strides[0], *strides[3:]))
     for step in (
         lambda: launch.sample_sum(*args),
-        lambda: launch.sample_sum_backward(torch.zeros(1, 30, g, k, d), *args, [True] * 3),
+        lambda: launch.sample_sum_backward(grad, *args, [True] * 3),
+        lambda: by_size(*args[:5]),
+        lambda: back(grad, *args[:5]),
     ):
         passed.clear()
         step()  # through Triton, which compiles
@@ -74,7 +79,7 @@ for policy, dtype, g, k, d, v, r, p in (
         for theirs, ours in zip(sum(by_triton, ()), sum(by_us, ())):
             assert isinstance(ours, torch.Tensor) or theirs == ours, (theirs, ours)
     torch.use_deterministic_algorithms(True)
-    launch.sample_sum_backward(torch.zeros(1, 30, g, k, d), *args, [True] * 3)
+    launch.sample_sum_backward(grad, *args, [True] * 3)
     torch.use_deterministic_algorithms(False)
 
 assert {name for name, _ in compiled} == {"by_query", "by_point", "scatter", "collect"}

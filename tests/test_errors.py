@@ -277,6 +277,26 @@ CASES = {
         TypeError,
         f"{COLS}: kernel_size must be an int or two ints (height, width), got (3, 2, 1)",
     ),
+    "sparse": (
+        attention(value=torch.rand(2, 26, 3, 4).to_sparse()),
+        TypeError,
+        f"{ATTN}: value must be a dense tensor, got torch.sparse_coo",
+    ),
+    "nested": (
+        attention(sampling_locations=torch.nested.nested_tensor([torch.rand(7, 3, 2, 5, 2)] * 2)),
+        TypeError,
+        f"{ATTN}: sampling_locations must be a dense tensor, got a nested tensor",
+    ),
+    "jagged": (
+        convolution(offset=torch.nested.nested_tensor([torch.rand(36, 5, 5)] * 2, layout=torch.jagged)),
+        TypeError,
+        f"{CONV}: offset must be a dense tensor, got a nested tensor",
+    ),
+    "image-smaller-than-kernel": (
+        convolution(input=torch.rand(2, 6, 1, 4), dilation=(4, 1)),
+        ValueError,
+        f"{CONV}: input must be, with its padding, as large as the kernel with its dilation, [9, 2], got [3, 6]",
+    ),
     "columns-impl": (
         columns(impl="numpy"),
         ValueError,

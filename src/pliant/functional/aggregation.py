@@ -2,13 +2,14 @@
 
 from torch import Tensor
 
-from ..sampling import checks, ops
+from ..sampling import checks, direct
+from ..sampling.layout import Cameras
 from ..sampling.maps import Metadata, Names, resolve
 from ..sampling.problem import Policy
 
 OP = "deformable_aggregation"
 NAMES = Names(OP, "feature_maps", "spatial_shape", "scale_start_index", "cam scale")
-POLICY = Policy("unit", "bilinear", "skip")
+LAYOUT = Cameras(Policy("unit", "bilinear", "skip"))
 
 
 def deformable_aggregation(
@@ -48,44 +49,35 @@ def deformable_aggregation(
         >>> pliant.deformable_aggregation(maps, [[(8, 8)]] * 6, None, locations, weight).shape
         torch.Size([1, 10, 256])
     """
-    _check(
+    signatures = (
         checks.signature(OP, "feature_maps", feature_maps),
         checks.signature(OP, "sample_locations", sample_locations),
         checks.signature(OP, "weight", weight),
     )
-    chosen = ops.implementation(OP, impl, feature_maps, sample_locations, weight)
+    cameras, scales = _check(*signatures)
     shapes, starts = resolve(NAMES, feature_maps, spatial_shape, scale_start_index)
-    checks.count(
-        OP, "spatial_shape", "cam", shapes.shape[0], "sample_locations", sample_locations.shape[3]
-    )
-    checks.count(OP, "spatial_shape", "scale", shapes.shape[1], "weight", weight.shape[4])
-    batch, stored, channels = feature_maps.shape
-    groups = weight.shape[5]
-    return ops.sample_sum(
-        feature_maps.reshape(batch, stored, 1, groups, channels // groups),
-        shapes,
-        starts,
-        sample_locations.transpose(2, 3).unsqueeze(2),  # [B, A, 1, cam, P, 2]
-        weight.transpose(2, 3).unsqueeze(2),  # [B, A, 1, cam, P, scale, G]
-        *POLICY,
-        chosen,
-    ).flatten(2)
+    checks.count(OP, "spatial_shape", "cam", shapes.shape[0], "sample_locations", cameras)
+    checks.count(OP, "spatial_shape", "scale", shapes.shape[1], "weight", scales)
+    operands = (feature_maps, shapes, starts, sample_locations, weight)
+    return direct.sample_sum(OP, LAYOUT, operands, signatures, impl)
 
 
 @checks.once
 def _check(
     features: checks.Signature, locations: checks.Signature, weight: checks.Signature
-) -> None:
+) -> tuple[int, int]:
     sizes: dict[str, int] = {}
     checks.shape(OP, "feature_maps", features.shape, "B F C", sizes)
     checks.shape(OP, "weight", weight.shape, "B A P cam scale G", sizes)
     checks.shape(OP, "sample_locations", locations.shape, "B A P cam 2", sizes)
-    checks.divides(
-        OP, "the channels C of feature_maps", sizes["C"], "the groups G of weight", sizes["G"]
-    )
+    if sizes["C"] or sizes["G"]:
+        checks.divides(
+            OP, "the channels C of feature_maps", sizes["C"], "the groups G of weight", sizes["G"]
+        )
     checks.feature_dtype(OP, "feature_maps", features.dtype)
     checks.feature_dtype(OP, "sample_locations", locations.dtype)
     checks.feature_dtype(OP, "weight", weight.dtype)
     checks.same_device(
         OP, "feature_maps", features.device, {"sample_locations": locations, "weight": weight}
     )
+    return sizes["cam"], sizes["scale"]

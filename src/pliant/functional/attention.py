@@ -2,13 +2,14 @@
 
 from torch import Tensor
 
-from ..sampling import checks, ops
+from ..sampling import checks, direct
+from ..sampling.layout import Heads
 from ..sampling.maps import Metadata, Names, resolve
 from ..sampling.problem import Policy
 
 OP = "multi_scale_deformable_attn"
 NAMES = Names(OP, "value", "spatial_shapes", "level_start_index", "L")
-POLICY = Policy("unit", "bilinear", "zero")
+LAYOUT = Heads(Policy("unit", "bilinear", "zero"))
 
 
 def multi_scale_deformable_attn(
@@ -50,34 +51,20 @@ def multi_scale_deformable_attn(
         >>> pliant.multi_scale_deformable_attn(value, sizes, None, locations, weights).shape
         torch.Size([1, 10, 256])
     """
-    _check(
+    signatures = (
         checks.signature(OP, "value", value),
         checks.signature(OP, "sampling_locations", sampling_locations),
         checks.signature(OP, "attention_weights", attention_weights),
     )
-    chosen = ops.implementation(OP, impl, value, sampling_locations, attention_weights)
+    levels = _check(*signatures)
     shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
-    checks.count(
-        OP,
-        "spatial_shapes",
-        "L",
-        shapes.shape[0],
-        "sampling_locations",
-        sampling_locations.shape[3],
-    )
-    return ops.sample_sum(
-        value.unsqueeze(3),  # [B, S, H, 1, D]
-        shapes,
-        starts,
-        sampling_locations,
-        attention_weights.view(*attention_weights.shape, 1, 1),
-        *POLICY,
-        chosen,
-    ).flatten(2)
+    checks.count(OP, "spatial_shapes", "L", shapes.shape[0], "sampling_locations", levels)
+    operands = (value, shapes, starts, sampling_locations, attention_weights)
+    return direct.sample_sum(OP, LAYOUT, operands, signatures, impl)
 
 
 @checks.once
-def _check(value: checks.Signature, locations: checks.Signature, weights: checks.Signature) -> None:
+def _check(value: checks.Signature, locations: checks.Signature, weights: checks.Signature) -> int:
     sizes: dict[str, int] = {}
     checks.shape(OP, "value", value.shape, "B S H D", sizes)
     checks.shape(OP, "attention_weights", weights.shape, "B Q H L P", sizes)
@@ -88,3 +75,4 @@ def _check(value: checks.Signature, locations: checks.Signature, weights: checks
     checks.same_device(
         OP, "value", value.device, {"sampling_locations": locations, "attention_weights": weights}
     )
+    return sizes["L"]

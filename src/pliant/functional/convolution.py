@@ -212,6 +212,13 @@ def _check_conv(
             (sizes["H"], sizes["W"]), (sizes["kh"], sizes["kw"]), *steps, strict=True
         )
     )
+    if any(size < 0 for size in expected):
+        padded = [sizes[a] + 2 * pad for a, pad in zip("HW", steps[1], strict=True)]
+        reach = [gap * (sizes[a] - 1) + 1 for a, gap in zip(("kh", "kw"), steps[2], strict=True)]
+        raise ValueError(
+            f"{op}: input must be, with its padding, as large as the kernel with its dilation, "
+            f"{reach}, got {padded}"
+        )
     if tuple(offset.shape[2:]) != expected:
         raise ValueError(
             f"{op}: offset must have the output's size [Ho, Wo] = {list(expected)}, "

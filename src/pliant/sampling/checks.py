@@ -19,6 +19,7 @@ class Signature(NamedTuple):
     """What checks may know of a tensor."""
 
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -42,7 +43,10 @@ def once(check: Callable[..., Any]) -> Callable[..., Any]:
 def signature(op: str, name: str, x: Any) -> Signature:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
-    return Signature(x.shape, x.dtype, x.device)
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else x.layout
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {kind}")
+    return Signature(x.shape, x.stride(), x.dtype, x.device)
 
 
 def shape(op: str, name: str, got: Sequence[int], axes: str, sizes: dict[str, int]) -> None:

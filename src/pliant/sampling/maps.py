@@ -36,7 +36,7 @@ Metadata = Tensor | Sequence[Any]
 def resolve(
     names: Names, value: Tensor, shapes: Metadata, starts: Metadata | None
 ) -> tuple[Tensor, Tensor]:
-    """`shapes` [V, R, 2] and `starts` [V, R] on value's device; None: one map after another."""
+    """`shapes` and `starts`, dense, on value's device; without starts, one map after another."""
     rank = len(names.axes.split())
     tracing = checks.tracing()
     shapes_host, shapes_size = _host(names.op, names.shapes, shapes, rank + 1, tracing)
@@ -51,16 +51,17 @@ def resolve(
         return _remembered(*on_host, value.shape[1], value.device, stream)
 
     _sizes(names, shapes_size, starts_size)
-    shapes = torch.as_tensor(shapes, device=value.device)
+    shapes = _dense(shapes, value.device)
     if starts is None:
         areas = shapes.prod(-1).flatten()
         starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
-    return _canonical(shapes, torch.as_tensor(starts, device=value.device))
+    return shapes, _dense(starts, value.device)
 
 
-def _canonical(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels are views of one scale."""
-    return (shapes, starts) if shapes.dim() == 3 else (shapes.unsqueeze(1), starts.unsqueeze(1))
+def _dense(x: Metadata, device: torch.device) -> Tensor:
+    if isinstance(x, Tensor) and x.device == device and x.is_contiguous():
+        return x
+    return torch.as_tensor(x, device=device).contiguous()
 
 
 def _check_sizes(names: Names, shapes: tuple[int, ...], starts: tuple[int, ...] | None) -> None:
@@ -84,7 +85,7 @@ def _host(
         readable = x.is_cpu or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
         if tracing or not readable or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return None, x.shape
-        return tuple((x if x.dim() == 1 else x.flatten()).tolist()), x.shape
+        return _flat(x.tolist()), x.shape
     flat, size = x, [len(x)] if isinstance(x, (list, tuple)) else []
     for _ in range(rank - 1):
         if not size or not all(isinstance(row, (list, tuple)) for row in flat):
@@ -100,6 +101,12 @@ def _host(
         )
     plain: Any = (v if isinstance(v, (int, torch.SymInt)) else int(v) for v in flat)
     return tuple(plain), tuple(size)
+
+
+def _flat(rows: Any) -> tuple[int, ...]:
+    while rows and isinstance(rows[0], list):
+        rows = [v for row in rows for v in row]
+    return tuple(rows)
 
 
 def _from_host(
@@ -123,7 +130,7 @@ def _from_host(
     else:  # filled on the device, number by number: no wait, and a graph may capture it
         fills = [torch.full((1,), v, dtype=torch.int64, device=device) for v in (*shapes, *starts)]
         flat = torch.cat(fills) if fills else torch.empty(0, dtype=torch.int64, device=device)
-    return _canonical(flat[: len(shapes)].view(size), flat[len(shapes) :].view(size[:-1]))
+    return flat[: len(shapes)].view(size), flat[len(shapes) :].view(size[:-1])
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,6 +6,8 @@ with a backward operator that is differentiable itself. A public function ends i
     call -> autograd.Function (if a gradient may be asked for) -> registered operator -> kernel of
     that device
 
+(and for `sample_sum` there is a shorter way, direct.py).
+
 A Function around the operator costs half of what `torch.library.register_autograd` does and works
 under `torch.func`. The operator's own Autograd key leads to the same Function, so a direct call of
 `torch.ops.pliant.*`, and a compiler that traces one, see the same gradients. An operator that
@@ -69,6 +71,12 @@ def choose(impl: str, value: Tensor, loc: Tensor, weight: Tensor | None) -> str:
         raise NotImplementedError(f"impl={impl!r} cannot run this: " + "; ".join(reasons))
     log.debug("the reference runs instead of %s: %s", name, "; ".join(reasons))
     return "reference"
+
+
+def note(operator: str, name: str) -> None:
+    """Tell those who record that the backend `name` runs `operator`."""
+    for calls in _records:
+        calls.append((operator, name))
 
 
 @contextlib.contextmanager
@@ -136,20 +144,29 @@ class Operator:
         """Run the operator; the way of every public function."""
         if torch.compiler.is_compiling():
             out = self.forward(*args)
-        elif _in_transform():
+        elif in_transform():
             out = self.function.apply(*args)
         elif torch.is_grad_enabled() and _wants_gradient(args):
             out = self.eager(*unwrap_dead_wrappers(args))
-        elif _observed(args):
+        elif observed(args):
             out = self.forward(*args)
         else:
-            out = self._forward(*args)
+            out = self.run(*args)
         return out  # type: ignore[no-any-return]
+
+    def gradients(self, *args: Any) -> tuple[Tensor, ...]:
+        """Run the backward operator; an empty tensor for each gradient that is not needed."""
+        run: Any
+        if transformed(args):
+            run = self.backward_function.apply
+        else:
+            run = self.backward if observed(args) else self._backward
+        return run(*args)  # type: ignore[no-any-return]
 
     def _called(self, *args: Any) -> Tensor:
         """The operator as anybody may call it: the public functions have checked before."""
         self.verify(*args)
-        return self._forward(*args)
+        return self.run(*args)
 
     def _backward_called(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         self.verify(*args[:-1])
@@ -157,7 +174,8 @@ class Operator:
         _expect(grad.shape == shape, f"{self.name}_backward: grad", list(shape), list(grad.shape))
         return self._backward(grad, *args)
 
-    def _forward(self, *args: Any) -> Tensor:
+    def run(self, *args: Any) -> Tensor:
+        """The kernel for operands that were checked."""
         name = self._choose(self.name, args)
         kernel = getattr(backend(name), self.name)
         out: Tensor = _full_precision(kernel, *self.kernel_args(*args[:-1]))
@@ -193,8 +211,7 @@ class Operator:
     def _choose(self, operator: str, args: Sequence[Any]) -> str:
         value, loc, weight = (args[i] for i in self.differentiable[:3])
         name = choose(args[-1], value, loc, weight)
-        for calls in _records:
-            calls.append((operator, name))
+        note(operator, name)
         return name
 
 
@@ -218,34 +235,38 @@ def _wants_gradient(args: Sequence[Any]) -> bool:
     return False
 
 
-def _in_transform() -> bool:
+def in_transform() -> bool:
     """Whether forward-mode differentiation or a functional transform is at work."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def _transformed(args: Sequence[Any]) -> bool:
-    return _in_transform() or (torch.is_grad_enabled() and _wants_gradient(args))
+def transformed(args: Sequence[Any]) -> bool:
+    return in_transform() or (torch.is_grad_enabled() and _wants_gradient(args))
 
 
-def _observed(args: Sequence[Any]) -> bool:
+def observed(args: Sequence[Any]) -> bool:
     """Whether a mode, a profiler or a tensor's own nature needs the dispatcher."""
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled():
         return True
-    for a in args:
-        kind = type(a)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            if a.is_neg() or a._is_zerotensor():  # whose memory is not what it seems
-                return True
-        elif isinstance(a, Tensor):
+    for a in args:  # noqa: SIM110 - any() is slower
+        if isinstance(a, Tensor) and not plain(a):
             return True
     return False
+
+
+def plain(x: Tensor) -> bool:
+    """Whether a tensor's memory is what it seems: no subclass, wrapper, lazy sign or lazy zero."""
+    kind = type(x)
+    return (kind is Tensor or kind is torch.nn.Parameter) and not (
+        x.is_neg() or x._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
 
 
 def _autograd(name: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:
     operator = getattr(torch.ops.pliant, name).default
 
     def kernel(*args: Any) -> Any:
-        if _transformed(args):
+        if transformed(args):
             return function.apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
@@ -274,14 +295,9 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             needs = [ctx.needs_input_grad[i] for i in op.differentiable]
-            args = (grad, *_saved(ctx), needs)
-            run: Any
-            if _transformed(args):
-                run = op.backward_function.apply
-            else:
-                run = op.backward if _observed(args) else op._backward
+            grads = op.gradients(grad, *_saved(ctx), needs)
             result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-            for i, need, g in zip(op.differentiable, needs, run(*args), strict=True):
+            for i, need, g in zip(op.differentiable, needs, grads, strict=True):
                 result[i] = g if need else None
             return tuple(result)
 
@@ -296,8 +312,8 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             _save(ctx, args)
-            if not _observed(args):
-                return op._forward(*args)
+            if not observed(args):
+                return op.run(*args)
             with torch._C._AutoDispatchBelowAutograd():
                 return op.forward(*args)
 

@@ -394,6 +394,7 @@ CASES = [
             "no-cameras": aggregation(cameras=[]),
             "no-scales": aggregation(cameras=[[], []]),
             "no-channels": aggregation(channels=0, groups=1),
+            "no-groups": aggregation(channels=0, groups=0),
             "no-pixels": aggregation(cameras=[[(0, 0), (0, 3)]]),
         }.items()
     ),

@@ -7,7 +7,7 @@ csrc/        the kernels; taps.h is the only place that knows corners, masks and
 """
 
 from .convolution import deform_columns, deform_columns_backward, deform_conv, deform_conv_backward
-from .launch import sample_sum, sample_sum_backward
+from .launch import plan_sum, plan_sum_backward, sample_sum, sample_sum_backward
 from .library import describe, missing, supports
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "deform_conv_backward",
     "describe",
     "missing",
+    "plan_sum",
+    "plan_sum_backward",
     "sample_sum",
     "sample_sum_backward",
     "supports",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...sampling.problem import accumulator, position_dtype
-from .launch import _DTYPES, _like, _strided
+from .launch import _DTYPES, _like, strided
 from .library import library
 
 Pair = Sequence[int]
@@ -187,15 +187,15 @@ def _call(
             *input.stride(),
             offset.data_ptr(),
             *offset.stride(),
-            *_strided(mask, 4),
-            *_strided(weight, 4),
+            *strided(mask, 4),
+            *strided(weight, 4),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             *out.stride(),
-            *_strided(grad_input, 4),
-            *_strided(grad_offset, 4),
-            *_strided(grad_mask, 4),
-            *_strided(grad_weight, 4),
+            *strided(grad_input, 4),
+            *strided(grad_offset, 4),
+            *strided(grad_mask, 4),
+            *strided(grad_weight, 4),
             0 if grad_bias is None else grad_bias.data_ptr(),
         )
     )

@@ -1,7 +1,12 @@
-"""sample_sum and its gradients: tensors to pointers, sizes, strides, and a call of the library."""
+"""sample_sum and its gradients: tensors to pointers, sizes, strides, and a call of the library.
 
+What sizes and strides fix is worked out before the tensors are looked at: `plan_sum` and
+`plan_sum_backward` give functions that take any tensors laid out as the ones they have seen.
+"""
+
+import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -19,21 +24,59 @@ _STATUS_BITS = 8
 _FORWARD = struct.Struct("49q")  # SumCall of problem.h
 _BACKWARD = struct.Struct("69q")  # SumCall, GradCall
 
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+Strides = tuple[int, ...]
+
 
 def sample_sum(
     value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, policy: Policy
 ) -> Tensor:
     """out [N, Q, G, K, D] of sampling/problem.py."""
     value, loc, weight = _readable(value, loc, weight)
-    n, _, g, k, d = value.shape
-    out = value.new_empty((n, loc.shape[1], g, k, d))
-    call = _pack(
-        _FORWARD, value, shapes, starts, loc, weight, policy, out.data_ptr(), *out.stride()
-    )
-    status = library().handle.pliant_sample_sum(call)
-    if status:
-        _fail(status, value, shapes, starts)
-    return out
+    n, _, *channels = value.shape
+    operands = (value, shapes, starts, loc, weight)
+    return _forward(*operands, policy, (n, loc.shape[1], *channels))(*operands)
+
+
+def plan_sum(
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    size: Sequence[int],
+) -> Callable[..., Tensor] | None:
+    """sample_sum of tensors in the memory layout of these, its result as [*size]; None if they
+    must be converted first.
+    """
+    ready = _are_readable(value, loc, weight)
+    return _forward(value, shapes, starts, loc, weight, policy, size) if ready else None
+
+
+def _forward(
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    size: Sequence[int],
+) -> Callable[..., Tensor]:
+    q, (_, _, g, k, d) = loc.shape[1], value.shape
+    out_strides = (q * g * k * d, g * k * d, k * d, d, 1)
+    pack = _packer(_FORWARD, value, shapes, starts, loc, weight, policy)
+    scales, stored = shapes.shape[1], value.shape[1]
+
+    def run(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor) -> Tensor:
+        out = value.new_empty(size)
+        call = pack(value, shapes, starts, loc, weight, out.data_ptr(), *out_strides)
+        status = library().handle.pliant_sample_sum(call)
+        if status:
+            _fail(status, shapes, starts, scales, stored)
+        return out
+
+    return run
 
 
 def sample_sum_backward(
@@ -45,30 +88,77 @@ def sample_sum_backward(
     weight: Tensor,
     policy: Policy,
     needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Grads:
     """Gradients of value, loc and weight for the gradient `grad` [N, Q, G, K, D] of the output."""
     originals = value, loc, weight
     value, loc, weight = _readable(value, loc, weight)
-    grad = grad.to(value.dtype)
+    operands = (grad.to(value.dtype), value, shapes, starts, loc, weight)
+    strides = tuple(torch.empty_like(x, device="meta").stride() for x in (value, loc, weight))
+    grads = _backward(*operands, policy, needs, strides)(*operands)
+    by_value, by_loc, by_weight = map(_like, grads, originals)
+    return by_value, by_loc, by_weight
+
+
+def plan_sum_backward(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    needs: Sequence[bool],
+    strides: Sequence[Strides],
+) -> Callable[..., Grads] | None:
+    """sample_sum_backward of tensors in the memory layout of these; `strides` are those of the
+    gradients that `torch.empty_like` gives.
+    """
+    ready = grad.dtype == value.dtype and _are_readable(value, loc, weight)
+    if not ready or (needs[0] and strides[0][4] != 1 and value.shape[4] != 1):
+        return None
+    return _backward(grad, value, shapes, starts, loc, weight, policy, needs, strides)
+
+
+def _backward(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    needs: Sequence[bool],
+    strides: Sequence[Strides],
+) -> Callable[..., Grads]:
+    to_value, to_loc, to_weight = needs
+    pack = _packer(_BACKWARD, value, shapes, starts, loc, weight, policy)
+    grad_strides, scales, stored = grad.stride(), shapes.shape[1], value.shape[1]
+    value_strides = strides[0][:4]  # the channels are adjacent, as those of value
     # The kernels write every row of value, but only those samples of loc and weight that may count.
     some = policy.outside == "skip" or value.numel() == 0
     fill = torch.zeros_like if some else torch.empty_like
-    grad_value = torch.empty_like(value) if needs[0] else None
-    grad_loc = fill(loc) if needs[1] else None
-    grad_weight = fill(weight) if needs[2] else None
-    call = _pack(
-        _BACKWARD,
-        *(value, shapes, starts, loc, weight, policy),
-        *_strided(grad, 5),
-        *_strided(grad_value, 5)[:-1],  # its channels are adjacent, as those of value
-        *_strided(grad_loc, 6),
-        *_strided(grad_weight, 7),
-    )
-    status = library().handle.pliant_sample_sum_backward(call)
-    if status:
-        _fail(status, value, shapes, starts)
-    by_value, by_loc, by_weight = map(_like, (grad_value, grad_loc, grad_weight), originals)
-    return by_value, by_loc, by_weight
+
+    def run(
+        grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
+    ) -> Grads:
+        grad_value = torch.empty_like(value) if to_value else None
+        grad_loc = fill(loc) if to_loc else None
+        grad_weight = fill(weight) if to_weight else None
+        call = pack(
+            *(value, shapes, starts, loc, weight, grad.data_ptr(), *grad_strides),
+            *(_pointer(grad_value), *value_strides),
+            *(_pointer(grad_loc), *strides[1], _pointer(grad_weight), *strides[2]),
+        )
+        status = library().handle.pliant_sample_sum_backward(call)
+        if status:
+            _fail(status, shapes, starts, scales, stored)
+        return grad_value, grad_loc, grad_weight
+
+    return run
+
+
+def _are_readable(value: Tensor, loc: Tensor, weight: Tensor) -> bool:
+    return all(map(operator.is_, _readable(value, loc, weight), (value, loc, weight)))
 
 
 def _readable(value: Tensor, loc: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +171,7 @@ def _readable(value: Tensor, loc: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     return value, loc, weight if weight.dtype == sums else weight.to(sums)
 
 
-def _pack(
+def _packer(
     layout: struct.Struct,
     value: Tensor,
     shapes: Tensor,
@@ -89,44 +179,36 @@ def _pack(
     loc: Tensor,
     weight: Tensor,
     policy: Policy,
-    *rest: int,
-) -> bytes:
-    """SumCall of problem.h and the rest. Written out: it is on the way of every call."""
-    value_n, value_s, value_g, value_k, _ = value.stride()
+) -> Callable[..., bytes]:
+    """A function from the operands and the rest of a call to the bytes of problem.h's SumCall."""
     _, q, _, v, p, _ = loc.shape
-    return layout.pack(
-        library().isa,
-        torch.get_num_threads(),
-        _POLICIES[policy],
-        _DTYPES[value.dtype],
-        _DTYPES[loc.dtype],
-        *value.shape,
-        q,
-        v,
-        p,
-        weight.shape[5],
-        value.data_ptr(),
-        value_n,
-        value_s,
-        value_g,
-        value_k,
-        shapes.data_ptr(),
-        shapes.itemsize,
-        *shapes.stride(),
-        starts.data_ptr(),
-        starts.itemsize,
-        *starts.stride(),
-        loc.data_ptr(),
-        *loc.stride(),
-        weight.data_ptr(),
-        *weight.stride(),
-        *rest,
+    problem = (
+        *(_POLICIES[policy], _DTYPES[value.dtype], _DTYPES[loc.dtype]),
+        *(*value.shape, q, v, p, weight.shape[5]),
     )
+    values, sizes = value.stride()[:4], (shapes.itemsize, *shapes.stride())
+    firsts, places, weights = (starts.itemsize, *starts.stride()), loc.stride(), weight.stride()
+
+    def pack(
+        value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, *rest: int
+    ) -> bytes:
+        return layout.pack(
+            *(library().isa, torch.get_num_threads(), *problem, value.data_ptr(), *values),
+            *(shapes.data_ptr(), *sizes, starts.data_ptr(), *firsts),
+            *(loc.data_ptr(), *places, weight.data_ptr(), *weights, *rest),
+        )
+
+    return pack
 
 
-def _strided(x: Tensor | None, rank: int) -> tuple[int, ...]:
+def strided(x: Tensor | None, rank: int) -> tuple[int, ...]:
     """Pointer and strides; all 0 if nobody asked for it."""
     return (0,) * (rank + 1) if x is None else (x.data_ptr(), *x.stride())
+
+
+def _pointer(x: Tensor | None) -> int:
+    """0 tells the kernels that nobody asked for it."""
+    return 0 if x is None else x.data_ptr()
 
 
 def _like(computed: Tensor | None, original: Tensor) -> Tensor | None:
@@ -138,19 +220,19 @@ def _like(computed: Tensor | None, original: Tensor) -> Tensor | None:
     return torch.empty_like(original).copy_(computed)
 
 
-def _fail(status: int, value: Tensor, shapes: Tensor, starts: Tensor) -> NoReturn:
+def _fail(status: int, shapes: Tensor, starts: Tensor, scales: int, stored: int) -> NoReturn:
     code, number = status & (1 << _STATUS_BITS) - 1, status >> _STATUS_BITS
     if code == _NO_MEMORY:
         raise MemoryError("sample_sum: no memory for the scratch space of the CPU kernels")
     if code == _NO_SUCH_ISA:
         raise RuntimeError("sample_sum: this CPU or build has no such instruction set")
-    v, r = divmod(number, shapes.shape[1])
-    (height, width), start = shapes[v, r].tolist(), int(starts[v, r])
-    what = f"sample_sum: map [{v}, {r}] of size (height, width) = ({height}, {width})"
+    (height, width), start = shapes.reshape(-1, 2)[number].tolist(), int(starts.flatten()[number])
+    place = list(divmod(number, scales))
+    what = f"sample_sum: map {place} of size (height, width) = ({height}, {width})"
     if code == _MAP_TOO_LARGE:
         raise NotImplementedError(f"{what}: the CPU kernels take sides of at most 2**30")
     if height < 0 or width < 0:
         raise ValueError(f"{what}: sizes must be >= 0")
     raise ValueError(
-        f"{what} that starts at row {start} must lie within the {value.shape[1]} rows of value"
+        f"{what} that starts at row {start} must lie within the {stored} rows of value"
     )

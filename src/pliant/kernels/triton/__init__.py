@@ -23,6 +23,8 @@ from pliant.sampling.problem import FEATURE_DTYPES
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 _HOMES = {
+    "plan_sum": "launch",
+    "plan_sum_backward": "launch",
     "sample_sum": "launch",
     "sample_sum_backward": "launch",
     "deform_columns": "convolution",

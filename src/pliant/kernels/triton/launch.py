@@ -47,6 +47,43 @@ def sample_sum(
     return out
 
 
+def plan_sum(
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    size: Sequence[int],
+) -> Callable[..., Tensor | None] | None:
+    """sample_sum of tensors in the memory layout of these, its result as [*size].
+
+    None, here or from the function, if the way through sample_sum is the right one.
+    """
+    n, s, g, k, d = value.shape
+    _, q, _, views, points, _ = loc.shape
+    if n * q * g * k * d == 0 or views * points * shapes.shape[1] == 0 or s == 0:
+        return None
+    splits = 1 if _by_query(k, policy) else point_splits(n * q * g, k * d, views * points, value)
+    if splits > 1 or not _aligned(value, shapes, starts, loc, weight):
+        return None
+    dtype, device = value.dtype, value.device
+    out = torch.empty((n, q, g, k, d), dtype=dtype, device="meta")
+    launch = _forward(value, shapes, starts, loc, weight, out, policy, 1)
+
+    def run(
+        value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
+    ) -> Tensor | None:
+        if not _aligned(value, shapes, starts, loc, weight):
+            return None
+        out = torch.empty(size, dtype=dtype, device=device)
+        with _device_of(value):
+            launch(value, shapes, starts, loc, weight, out)
+        return out
+
+    return run
+
+
 def _by_query(groups: int, policy: Policy) -> bool:
     return groups == 1 and policy.outside != "skip"
 
@@ -113,20 +150,9 @@ def sample_sum_backward(
 
     shapes, starts = _on(value, shapes), _on(value, starts)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    # Items of the batch whose gradient fits into the cache: cleared, summed and rounded there.
     rounded = to_value and acc != value.dtype
-    sparse = loc.shape[1] * views * points * scales < 2 * s  # clearing costs as much as the sums
-    step = batch_step(n, value.numel() * acc.itemsize, rounded or (to_value and sparse))
+    step = _items_at_once(value, loc, scales) if to_value else n
     total = torch.empty_like(value[:step], dtype=acc) if rounded else None
-    if step == n and total is None:  # a small problem's time goes into views
-        if grad_value is not None:
-            grad_value.zero_()
-        moves = grad_loc if moved else None
-        _gradients(
-            grad, value, shapes, starts, loc, weight, grad_value, moves, grad_weight,
-            policy, deterministic,
-        )  # fmt: skip
-        return grad_value, grad_loc, grad_weight
     for first in range(0, n, step):
         items = slice(first, first + step)
         sums = None
@@ -142,6 +168,66 @@ def sample_sum_backward(
         if grad_value is not None and total is not None and sums is not None:
             grad_value[items].copy_(sums)
     return grad_value, grad_loc, grad_weight
+
+
+def _items_at_once(value: Tensor, loc: Tensor, scales: int) -> int:
+    """Items of the batch whose gradient fits into the cache: cleared, summed and rounded there."""
+    acc, (n, s) = accumulator(value.dtype), value.shape[:2]
+    samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * scales
+    sparse = samples < 2 * s  # clearing costs as much as the sums
+    return batch_step(n, value.numel() * acc.itemsize, acc != value.dtype or sparse)
+
+
+def plan_sum_backward(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    needs: Sequence[bool],
+    strides: Sequence[tuple[int, ...]],
+) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
+    """sample_sum_backward of tensors in the memory layout of these; `strides` are those of the
+    gradients that `torch.empty_like` gives.
+
+    None, here or from the function, if the way through sample_sum_backward is the right one.
+    """
+    to_value, to_loc, to_weight = needs
+    acc, moved = accumulator(value.dtype), to_loc and policy.interpolation != "nearest"
+    samples = grad.numel() * value.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
+    in_parts = to_value and _items_at_once(value, loc, shapes.shape[1]) < value.shape[0]
+    operands = (grad, value, shapes, starts, loc, weight)
+    if samples == 0 or in_parts or to_loc != moved or not any(needs) or not _aligned(*operands):
+        return None
+    fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
+    pairs = zip((value, loc, weight), strides, needs, strict=True)
+    gv, gl, gw = (
+        torch.empty_strided(x.shape, stride, dtype=x.dtype, device="meta") if need else x
+        for x, stride, need in pairs
+    )
+    launch = _backward(*operands, gv, gl, gw, policy, (to_value, to_loc, to_weight))
+
+    def run(
+        grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, ...] | None:
+        operands = (grad, value, shapes, starts, loc, weight)
+        if torch.are_deterministic_algorithms_enabled() or not _aligned(*operands):
+            return None
+        sums = torch.zeros_like(value, dtype=acc) if to_value else None
+        grad_loc = fresh(loc) if to_loc else None
+        grad_weight = fresh(weight) if to_weight else None
+        with _device_of(value):
+            launch(
+                *operands,
+                value if sums is None else sums,
+                loc if grad_loc is None else grad_loc,
+                weight if grad_weight is None else grad_weight,
+            )
+        return sums if sums is None else sums.to(value.dtype), grad_loc, grad_weight
+
+    return run
 
 
 def _gradients(
@@ -426,8 +512,19 @@ def _options(policy: Policy, value: Tensor, loc: Tensor, row: torch.dtype) -> di
     }
 
 
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether all start at a multiple of 16 bytes, as tensors do that are no slices."""
+    together = 0
+    for x in tensors:
+        together |= x.data_ptr()
+    return together % 16 == 0
+
+
+_here = contextlib.nullcontext()
+
+
 def _device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
     """Triton launches on the current device: make it the tensor's."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
+        return _here
     return torch.cuda.device(x.device.index)

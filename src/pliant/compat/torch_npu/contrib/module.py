@@ -40,8 +40,11 @@ class ModulatedDeformConv(nn.Module):
         pack: bool = True,
     ) -> None:
         super().__init__()
-        checks.divides("ModulatedDeformConv", "in_channels", in_channels, "groups", groups)
-        kh, kw = checks.pair("ModulatedDeformConv", "kernel_size", kernel_size, 1)
+        layer = "ModulatedDeformConv"
+        checks.divides(layer, "in_channels", in_channels, "groups", groups)
+        checks.divides(layer, "out_channels", out_channels, "groups", groups)
+        checks.divides(layer, "in_channels", in_channels, "deformable_groups", deformable_groups)
+        kh, kw = checks.pair(layer, "kernel_size", kernel_size, 1)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, (kh, kw)
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.groups, self.deformable_groups = groups, deformable_groups

@@ -1,0 +1,140 @@
+"""From a public function to `sample_sum`, the short way where nobody looks.
+
+Views, the dispatcher and the autograd nodes of views take longer than a small problem. So what the
+signature of a call fixes (backend, sizes, strides) is worked out once: a `Plan`, whose kernels read
+the operator's own tensors. A call that somebody observes (a tracer, a transform, a mode, a tensor
+subclass), and one for the reference, goes through views and the registered operator instead.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, ops
+from .layout import Layout
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # value, shapes, starts, loc, weight
+
+_plans: dict[Hashable, "Plan"] = {}
+
+
+def sample_sum(
+    op: str,
+    layout: Layout,
+    operands: Operands,
+    signatures: tuple[checks.Signature, checks.Signature, checks.Signature],
+    impl: str | None,
+) -> Tensor:
+    """The sum that `op` is, [N, Q, G * K * D]; `signatures` are those of value, loc, weight."""
+    if checks.tracing() or ops.in_transform() or ops.observed(operands):
+        return _observed(op, layout, operands, impl)
+    value, shapes, starts, loc, weight = operands
+    key = (layout, signatures, impl, shapes.dtype, starts.dtype)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _remember(key, Plan(op, layout, operands, impl))
+    if plan.kernel is None:
+        return _observed(op, layout, operands, impl)
+    if torch.is_grad_enabled() and (
+        value.requires_grad or loc.requires_grad or weight.requires_grad
+    ):
+        return _apply(plan, *operands)  # type: ignore[no-any-return]
+    return plan.forward(*operands)
+
+
+def _observed(op: str, layout: Layout, operands: Operands, impl: str | None) -> Tensor:
+    value, _, _, loc, weight = operands
+    chosen = ops.implementation(op, impl, value, loc, weight)
+    return ops.sample_sum(*layout.views(*operands), *layout.policy, chosen).flatten(2)
+
+
+def _remember(key: Hashable, plan: "Plan") -> "Plan":
+    if len(_plans) >= 1024:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+class Plan:
+    """The kernels for calls of one signature."""
+
+    def __init__(self, op: str, layout: Layout, operands: Operands, impl: str | None) -> None:
+        value, _, _, loc, weight = operands
+        self.layout = layout
+        self.impl = ops.implementation(op, impl, value, loc, weight)
+        self.backend = ops.choose(self.impl, value, loc, weight)
+        self.kernel: Callable[..., Tensor | None] | None = None
+        self.backwards: dict[Hashable, Callable[..., Any] | None] = {}
+        if self.backend != "reference":
+            views = layout.views(*operands)
+            (n, _, *channels), queries = views[0].shape, loc.shape[1]
+            self.channels = channels
+            size = (n, queries, channels[0] * channels[1] * channels[2])
+            self.kernel = ops.backend(self.backend).plan_sum(*views, layout.policy, size)
+
+    def forward(self, *operands: Tensor) -> Tensor:
+        assert self.kernel is not None
+        out = self.kernel(*operands)
+        if out is None:  # tensors of this signature, but not where the kernel needs them
+            views = self.layout.views(*operands)
+            return ops.sample_sum.run(*views, *self.layout.policy, self.impl).flatten(2)
+        ops.note("sample_sum", self.backend)
+        return out
+
+    def gradients(self, grad: Tensor, operands: Operands, needs: tuple[bool, ...]) -> Any:
+        args = (grad, *operands)
+        if not ops.transformed(args) and not ops.observed(args):
+            key = (grad.stride(), grad.dtype, needs)
+            if key not in self.backwards:
+                self.backwards[key] = self._plan_backward(grad, operands, needs)
+            kernel = self.backwards[key]
+            grads = None if kernel is None else kernel(*args)
+            if grads is not None:
+                ops.note("sample_sum_backward", self.backend)
+                return grads
+        views = self.layout.views(*operands)
+        canonical = ops.sample_sum.gradients(
+            self._unflattened(grad), *views, *self.layout.policy, self.impl, list(needs)
+        )
+        like = (views[i] for i in (0, 3, 4))
+        full = [g if need else x for g, x, need in zip(canonical, like, needs, strict=True)]
+        own = self.layout.undo(*full)
+        return [g if need else None for g, need in zip(own, needs, strict=True)]
+
+    def _plan_backward(
+        self, grad: Tensor, operands: Operands, needs: tuple[bool, ...]
+    ) -> Callable[..., Any] | None:
+        value, shapes, starts, loc, weight = operands
+        made = [torch.empty_like(x, device="meta") for x in (value, loc, weight)]
+        views = self.layout.views(made[0], shapes, starts, made[1], made[2])
+        return ops.backend(self.backend).plan_sum_backward(  # type: ignore[no-any-return]
+            self._unflattened(grad),
+            *self.layout.views(*operands),
+            self.layout.policy,
+            needs,
+            tuple(views[i].stride() for i in (0, 3, 4)),
+        )
+
+    def _unflattened(self, grad: Tensor) -> Tensor:
+        unflattened: Tensor = grad.unflatten(2, self.channels)
+        return unflattened
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *operands: Tensor) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(*operands)
+        return plan.forward(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _, value, _, _, loc, weight = ctx.needs_input_grad
+        grads = ctx.plan.gradients(grad, ctx.saved_tensors, (value, loc, weight))
+        return None, grads[0], None, None, grads[1], grads[2]
+
+
+# Past the preparations of `apply` for functional transforms, which take longer than a call.
+_apply: Any = super(torch.autograd.Function, _Direct).apply
