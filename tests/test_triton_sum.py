@@ -107,7 +107,7 @@ def test_any_size(id):
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
 def test_wide_rows_use_wide_integers(policy, monkeypatch):
     monkeypatch.setattr(launch, "_row_type", lambda *x: torch.int64)
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_remembered", {})
     compare(problem(policy), tolerance=3e-6)
 
 
@@ -212,10 +212,10 @@ def test_only_what_is_asked_for_is_computed(wanted):
 
 def test_a_problem_is_planned_once():
     args = problem(ATTENTION)
-    launch._launches.clear()
+    launch._remembered.clear()
     for _ in range(3):
         launch.sample_sum(*args)
-    assert len(launch._launches) == 1
+    assert len(launch._remembered) == 1
     args[4] = torch.cat([args[4], args[4]], -1)[..., :1]  # other strides
     compare(args, tolerance=3e-6)
 

@@ -28,9 +28,14 @@ def sample_sum(
     impl: str | None,
 ) -> Tensor:
     """The sum that `op` is, [N, Q, G * K * D]; `signatures` are those of value, loc, weight."""
-    if checks.tracing() or ops.in_transform() or ops.observed(operands):
-        return _observed(op, layout, operands, impl)
     value, shapes, starts, loc, weight = operands
+    if (
+        torch.compiler.is_compiling()
+        or ops.in_transform()
+        or ops.observed((value, loc, weight))
+        or not (type(shapes) is type(starts) is Tensor)
+    ):
+        return _observed(op, layout, operands, impl)
     key = (layout, signatures, impl, shapes.dtype, starts.dtype)
     plan = _plans.get(key)
     if plan is None:

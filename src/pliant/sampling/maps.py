@@ -37,7 +37,7 @@ def resolve(
     names: Names, value: Tensor, shapes: Metadata, starts: Metadata | None
 ) -> tuple[Tensor, Tensor]:
     """`shapes` and `starts`, dense, on value's device; without starts, one map after another."""
-    rank = len(names.axes.split())
+    rank = 1 + names.axes.count(" ")
     tracing = checks.tracing()
     shapes_host, shapes_size = _host(names.op, names.shapes, shapes, rank + 1, tracing)
     starts_host, starts_size = (
@@ -45,9 +45,10 @@ def resolve(
     )
     if shapes_host is not None and (starts is None or starts_host is not None):
         on_host = (names, shapes_host, shapes_size, starts_host, starts_size)
-        if tracing or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
+        on_cuda = value.is_cuda
+        if tracing or (on_cuda and torch.cuda.is_current_stream_capturing()):
             return _from_host(*on_host, value.shape[1], value.device)
-        stream = torch._C._cuda_getCurrentRawStream(value.device.index) if value.is_cuda else 0
+        stream = torch._C._cuda_getCurrentRawStream(value.device.index) if on_cuda else 0
         return _remembered(*on_host, value.shape[1], value.device, stream)
 
     _sizes(names, shapes_size, starts_size)

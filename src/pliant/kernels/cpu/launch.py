@@ -21,8 +21,8 @@ _POLICIES = {policy: code for code, policy in enumerate(POLICIES)}
 _NO_MEMORY, _NO_SUCH_ISA, _BAD_MAP, _MAP_TOO_LARGE = 1, 2, 3, 4
 _STATUS_BITS = 8
 
-_FORWARD = struct.Struct("49q")  # SumCall of problem.h
-_BACKWARD = struct.Struct("69q")  # SumCall, GradCall
+# What changes from call to call in SumCall and GradCall of problem.h; the rest follows it.
+_SUM, _GRAD = struct.Struct("8q"), struct.Struct("3q")
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 Strides = tuple[int, ...]
@@ -64,14 +64,14 @@ def _forward(
     size: Sequence[int],
 ) -> Callable[..., Tensor]:
     q, (_, _, g, k, d) = loc.shape[1], value.shape
-    out_strides = (q * g * k * d, g * k * d, k * d, d, 1)
-    pack = _packer(_FORWARD, value, shapes, starts, loc, weight, policy)
+    strides = (q * g * k * d, g * k * d, k * d, d, 1)
+    fixed = _fixed(value, shapes, starts, loc, weight, policy, strides)
     scales, stored = shapes.shape[1], value.shape[1]
 
     def run(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor) -> Tensor:
         out = value.new_empty(size)
-        call = pack(value, shapes, starts, loc, weight, out.data_ptr(), *out_strides)
-        status = library().handle.pliant_sample_sum(call)
+        varying = _varying(value, shapes, starts, loc, weight, out)
+        status = library().handle.pliant_sample_sum(varying + fixed)
         if status:
             _fail(status, shapes, starts, scales, stored)
         return out
@@ -131,9 +131,9 @@ def _backward(
     strides: Sequence[Strides],
 ) -> Callable[..., Grads]:
     to_value, to_loc, to_weight = needs
-    pack = _packer(_BACKWARD, value, shapes, starts, loc, weight, policy)
-    grad_strides, scales, stored = grad.stride(), shapes.shape[1], value.shape[1]
-    value_strides = strides[0][:4]  # the channels are adjacent, as those of value
+    fixed = _fixed(value, shapes, starts, loc, weight, policy, grad.stride())
+    scales, stored = shapes.shape[1], value.shape[1]
+    fixed_grads = struct.pack("17q", *strides[0][:4], *strides[1], *strides[2])
     # The kernels write every row of value, but only those samples of loc and weight that may count.
     some = policy.outside == "skip" or value.numel() == 0
     fill = torch.zeros_like if some else torch.empty_like
@@ -144,12 +144,11 @@ def _backward(
         grad_value = torch.empty_like(value) if to_value else None
         grad_loc = fill(loc) if to_loc else None
         grad_weight = fill(weight) if to_weight else None
-        call = pack(
-            *(value, shapes, starts, loc, weight, grad.data_ptr(), *grad_strides),
-            *(_pointer(grad_value), *value_strides),
-            *(_pointer(grad_loc), *strides[1], _pointer(grad_weight), *strides[2]),
+        varying = _varying(value, shapes, starts, loc, weight, grad)
+        pointers = (0 if x is None else x.data_ptr() for x in (grad_value, grad_loc, grad_weight))
+        status = library().handle.pliant_sample_sum_backward(
+            varying + fixed + _GRAD.pack(*pointers) + fixed_grads
         )
-        status = library().handle.pliant_sample_sum_backward(call)
         if status:
             _fail(status, shapes, starts, scales, stored)
         return grad_value, grad_loc, grad_weight
@@ -171,44 +170,44 @@ def _readable(value: Tensor, loc: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     return value, loc, weight if weight.dtype == sums else weight.to(sums)
 
 
-def _packer(
-    layout: struct.Struct,
+def _fixed(
     value: Tensor,
     shapes: Tensor,
     starts: Tensor,
     loc: Tensor,
     weight: Tensor,
     policy: Policy,
-) -> Callable[..., bytes]:
-    """A function from the operands and the rest of a call to the bytes of problem.h's SumCall."""
+    strides: Strides,
+) -> bytes:
+    """The part of SumCall that sizes and strides fix."""
     _, q, _, v, p, _ = loc.shape
-    problem = (
+    return struct.pack(
+        "41q",
         *(_POLICIES[policy], _DTYPES[value.dtype], _DTYPES[loc.dtype]),
         *(*value.shape, q, v, p, weight.shape[5]),
+        *(*value.stride()[:4], shapes.itemsize, *shapes.stride()),
+        *(starts.itemsize, *starts.stride(), *loc.stride(), *weight.stride(), *strides),
     )
-    values, sizes = value.stride()[:4], (shapes.itemsize, *shapes.stride())
-    firsts, places, weights = (starts.itemsize, *starts.stride()), loc.stride(), weight.stride()
 
-    def pack(
-        value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, *rest: int
-    ) -> bytes:
-        return layout.pack(
-            *(library().isa, torch.get_num_threads(), *problem, value.data_ptr(), *values),
-            *(shapes.data_ptr(), *sizes, starts.data_ptr(), *firsts),
-            *(loc.data_ptr(), *places, weight.data_ptr(), *weights, *rest),
-        )
 
-    return pack
+def _varying(
+    value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, grad: Tensor
+) -> bytes:
+    return _SUM.pack(
+        library().isa,
+        torch.get_num_threads(),
+        value.data_ptr(),
+        shapes.data_ptr(),
+        starts.data_ptr(),
+        loc.data_ptr(),
+        weight.data_ptr(),
+        grad.data_ptr(),
+    )
 
 
 def strided(x: Tensor | None, rank: int) -> tuple[int, ...]:
     """Pointer and strides; all 0 if nobody asked for it."""
     return (0,) * (rank + 1) if x is None else (x.data_ptr(), *x.stride())
-
-
-def _pointer(x: Tensor | None) -> int:
-    """0 tells the kernels that nobody asked for it."""
-    return 0 if x is None else x.data_ptr()
 
 
 def _like(computed: Tensor | None, original: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...sampling.problem import FEATURE_DTYPES, INDEX_DTYPES
 
-ABI = 1  # of dispatch.cpp
+ABI = 2  # of dispatch.cpp
 ISAS = ("baseline", "avx2", "avx512")  # in the order of problem.h
 FORCE = "PLIANT_CPU_ISA"
 POSITION_DTYPES = FEATURE_DTYPES + INDEX_DTYPES

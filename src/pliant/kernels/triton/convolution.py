@@ -22,7 +22,7 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps
-from .launch import _device_of, multiprocessors, start
+from .launch import Launch, _device_of, multiprocessors, remembered, start
 
 Pair = Sequence[int]
 
@@ -346,45 +346,81 @@ def deform_conv(
     dilation: Pair,
 ) -> Tensor:
     """The columns multiplied with `weight` [Co, C/groups, kh, kw], never stored; rounded once."""
-    (n, c, h, w), (co, cg, *kernel), (ho, wo) = input.shape, weight.shape, offset.shape[2:]
+    n, (co, _, kh, kw), (ho, wo) = input.shape[0], weight.shape, offset.shape[2:]
     last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
     form = torch.channels_last if last else torch.contiguous_format
-    size = (n, co, ho, wo)
-    out = torch.empty(size, dtype=input.dtype, device=input.device, memory_format=form)
+    out = torch.empty((n, co, ho, wo), dtype=input.dtype, device=input.device, memory_format=form)
     if out.numel() == 0:
         return out
     if input.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias.view(1, co, 1, 1).expand_as(out))
-    geometry = Geometry(kernel, stride, padding, dilation)
-    sizes = channel_sizes(c, co, cg, offset.shape[1] // (2 * kernel[0] * kernel[1]))
-    choices = options(input, offset, mask, out)
-    q, align = ho * wo, alignment(ho * wo)
-    exact = precision(input.dtype)
-    tile = forward_tile(n, q, kernel[0] * kernel[1], sizes, exact, input.dtype, input.device)
-    splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
-    blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
-    end = {"BIAS": bias is not None, "LAST": last}
+    geometry, exact = Geometry((kh, kw), stride, padding, dilation), precision(input.dtype)
+    operands = (input, offset, mask, weight, bias)
+    signature = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in operands)
+    key = (deform_conv, input.device, signature, *map(tuple, geometry), exact)
+    plan = remembered(key, lambda: Convolution(*operands, geometry, exact, last))
     with _device_of(input):
-        target = out if splits == 1 else out.new_empty(splits, *size, dtype=accumulator(out.dtype))
-        shifts, modulation = offset.flatten(2), None if mask is None else mask.flatten(2)
-        given = shifts if modulation is None else modulation
-        added = weight if bias is None else bias.contiguous()
-        start(
+        plan(*operands, out)
+    return out
+
+
+class Convolution:
+    """The launches of convolutions with one signature."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        offset: Tensor,
+        mask: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: "Geometry",
+        exact: str,
+        last: bool,
+    ) -> None:
+        (n, c, h, w), (co, cg, kh, kw), (ho, wo) = input.shape, weight.shape, offset.shape[2:]
+        sizes = channel_sizes(c, co, cg, offset.shape[1] // (2 * kh * kw))
+        q, align = ho * wo, alignment(ho * wo)
+        tile = forward_tile(n, q, kh * kw, sizes, exact, input.dtype, input.device)
+        splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
+        blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
+        end = {"BIAS": bias is not None, "LAST": last}
+        self.parts = None if splits == 1 else (splits, n, co, ho, wo)
+        choices = options(input, offset, mask, weight.new_empty((1, co, ho, wo), device="meta"))
+        shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
+        self.convolve = Launch(
             convolve, (blocks, splits),
-            (channels_last(input), shifts, given, channels_last(weight), added, target),
             (n, q // align, h, w, wo, *shifts.stride(), *given.stride()),
             **sizes, **geometry.constants(), MODULATED=mask is not None, Q_ALIGN=align,
             **(end if splits == 1 else {"BIAS": False, "LAST": True}),
             PRECISION=exact, **choices, **tile,
         )  # fmt: skip
-        if splits > 1:
-            rule = merge_tile(co)
-            start(
-                merge, (triton.cdiv(q, rule["BM"]) * n, triton.cdiv(co, rule["BN"])),
-                (target, added, out), (n, q // align), CO=co, **end, Q_ALIGN=align, SPLITS=splits,
-                ROW=choices["ROW"], ACC=choices["ACC"], **rule,
-            )  # fmt: skip
-    return out
+        rule = merge_tile(co)
+        self.merge = Launch(
+            merge, (triton.cdiv(q, rule["BM"]) * n, triton.cdiv(co, rule["BN"])), (n, q // align),
+            CO=co, **end, Q_ALIGN=align, SPLITS=splits,
+            ROW=choices["ROW"], ACC=choices["ACC"], **rule,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        input: Tensor,
+        offset: Tensor,
+        mask: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        shifts = offset.flatten(2)
+        given = shifts if mask is None else mask.flatten(2)
+        filters = channels_last(weight)
+        added = filters if bias is None else bias.contiguous()
+        target = out
+        if self.parts is not None:
+            target = out.new_empty(self.parts, dtype=accumulator(out.dtype))
+        self.convolve(channels_last(input), shifts, given, filters, added, target)
+        if self.parts is not None:
+            self.merge(target, added, out)
 
 
 def deform_columns(
@@ -450,10 +486,12 @@ def transposed(source: Tensor, target: Tensor, batch: int, rows: int, columns: i
     tile = transpose_tile(rows, columns)
     r, s = alignment(rows), alignment(columns)
     blocks = triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
-    for first in range(0, batch, 65535):  # the most that a grid's second axis holds
-        last = min(first + 65535, batch)
+    most = 65535  # that a grid's second axis holds
+    for first in range(0, batch, most):
+        some = slice(first, first + most)
         start(
-            transpose, (blocks, last - first), (source[first:last], target[first:last]),
+            transpose, (blocks, min(batch - first, most)),
+            (source, target) if batch <= most else (source[some], target[some]),
             (rows // r, columns // s),
             R_ALIGN=r, S_ALIGN=s, **tile,
         )  # fmt: skip

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -14,6 +14,8 @@ from torch import Tensor
 from pliant.sampling.problem import Policy, accumulator
 
 from . import INTERPRET, backward, forward
+
+T = TypeVar("T")
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INTEGER = {torch.int32: tl.int32, torch.int64: tl.int64}
@@ -65,20 +67,23 @@ def plan_sum(
     if n * q * g * k * d == 0 or views * points * shapes.shape[1] == 0 or s == 0:
         return None
     splits = 1 if _by_query(k, policy) else point_splits(n * q * g, k * d, views * points, value)
-    if splits > 1 or not _aligned(value, shapes, starts, loc, weight):
+    if not _aligned(loc, weight):  # they may be read in pairs
         return None
-    dtype, device = value.dtype, value.device
-    out = torch.empty((n, q, g, k, d), dtype=dtype, device="meta")
-    launch = _forward(value, shapes, starts, loc, weight, out, policy, 1)
+    dtype, device, acc = value.dtype, value.device, accumulator(value.dtype)
+    out = torch.empty((n, q, g, k, d), dtype=dtype if splits == 1 else acc, device="meta")
+    launch = _forward(value, shapes, starts, loc, weight, out, policy, splits)
 
     def run(
         value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> Tensor | None:
-        if not _aligned(value, shapes, starts, loc, weight):
+        if not _aligned(loc, weight):
             return None
         out = torch.empty(size, dtype=dtype, device=device)
+        parts = out if splits == 1 else torch.empty((splits, *size), dtype=acc, device=device)
         with _device_of(value):
-            launch(value, shapes, starts, loc, weight, out)
+            launch(value, shapes, starts, loc, weight, parts)
+        if splits > 1:
+            torch.sum(parts, 0, out=out) if dtype == acc else out.copy_(parts.sum(0))
         return out
 
     return run
@@ -199,7 +204,7 @@ def plan_sum_backward(
     samples = grad.numel() * value.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
     in_parts = to_value and _items_at_once(value, loc, shapes.shape[1]) < value.shape[0]
     operands = (grad, value, shapes, starts, loc, weight)
-    if samples == 0 or in_parts or to_loc != moved or not any(needs) or not _aligned(*operands):
+    if samples == 0 or in_parts or to_loc != moved or not any(needs) or not _aligned(loc, weight):
         return None
     fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
     pairs = zip((value, loc, weight), strides, needs, strict=True)
@@ -213,7 +218,7 @@ def plan_sum_backward(
         grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, ...] | None:
         operands = (grad, value, shapes, starts, loc, weight)
-        if torch.are_deterministic_algorithms_enabled() or not _aligned(*operands):
+        if torch.are_deterministic_algorithms_enabled() or not _aligned(loc, weight):
             return None
         sums = torch.zeros_like(value, dtype=acc) if to_value else None
         grad_loc = fresh(loc) if to_loc else None
@@ -402,39 +407,51 @@ class Launch:
         self, kernel: Any, grid: tuple[int, ...], integers: tuple[int, ...], **constants: Any
     ) -> None:
         self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
-        self.compiled: Any = None
         self.rest: tuple[Any, ...] = ()
+        self.compiled: dict[Hashable, Any] = {}  # by the tensors' alignment
 
     def __call__(self, *tensors: Tensor) -> None:
-        if self.compiled is None:
+        together = 0
+        for x in tensors:
+            together |= x.data_ptr()
+        aligned = 0 if together % 16 == 0 else tuple(x.data_ptr() % 16 for x in tensors)
+        compiled = self.compiled.get(aligned)
+        if compiled is None:
             compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
             if not INTERPRET:
                 names = self.kernel.arg_names[len(tensors) + len(self.integers) :]
                 self.rest = (*self.integers, *(self.constants[name] for name in names))
                 self.grid = (*self.grid, 1, 1)[:3]
-                self.compiled = compiled
+                self.compiled[aligned] = compiled
             return
         stream = triton.runtime.driver.active.get_current_stream(tensors[0].device.index)
         hook = triton.knobs.runtime.launch_enter_hook
         if getattr(hook, "calls", hook):  # a profiler of Triton's listens
-            self.compiled[self.grid](*tensors, *self.rest, stream=stream)
+            compiled[self.grid](*tensors, *self.rest, stream=stream)
         else:
-            self.compiled.run(
-                *self.grid, stream, self.compiled.function, self.compiled.packed_metadata,
+            compiled.run(
+                *self.grid, stream, compiled.function, compiled.packed_metadata,
                 None, None, None, *tensors, *self.rest,
             )  # fmt: skip
 
 
-_launches: dict[Hashable, Launch] = {}
+_remembered: dict[Hashable, Any] = {}
+
+
+def remembered(key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` gave for this key before, or gives now."""
+    known = _remembered.get(key)
+    if known is None:
+        if len(_remembered) >= 4096:
+            _remembered.clear()
+        known = _remembered[key] = make()
+    return known
 
 
 def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Launch]) -> None:
     """Launch what `plan` gives, made once for the sizes, strides and alignment of the tensors."""
     signature = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
-    known = (key, tensors[0].device, signature)
-    launch = _launches.get(known)
-    if launch is None:
-        launch = _remember(known, plan())
+    launch = remembered((key, tensors[0].device, signature), plan)
     with _device_of(tensors[0]):
         launch(*tensors)
 
@@ -447,19 +464,9 @@ def start(
     **constants: Any,
 ) -> None:
     """Launch `kernel` on the current device, by what was compiled for such arguments before."""
-    signature = tuple((x.dtype, x.data_ptr() % 16) for x in tensors)
-    known = (id(kernel), grid, integers, *constants.values(), tensors[0].device, signature)
-    launch = _launches.get(known)
-    if launch is None:
-        launch = _remember(known, Launch(kernel, grid, integers, **constants))
-    launch(*tensors)
-
-
-def _remember(known: Hashable, launch: Launch) -> Launch:
-    if len(_launches) >= 4096:
-        _launches.clear()
-    _launches[known] = launch
-    return launch
+    dtypes = tuple(x.dtype for x in tensors)
+    key = (id(kernel), grid, integers, *constants.values(), tensors[0].device, dtypes)
+    remembered(key, lambda: Launch(kernel, grid, integers, **constants))(*tensors)
 
 
 def _on(value: Tensor, metadata: Tensor) -> Tensor:

@@ -319,7 +319,7 @@ PLIANT_EXPORT int64_t pliant_isas() {
 }
 
 // Changes with every change of the calls' layout: a library from another build is refused.
-PLIANT_EXPORT int64_t pliant_abi() { return 1; }
+PLIANT_EXPORT int64_t pliant_abi() { return 2; }
 
 PLIANT_EXPORT int64_t pliant_has_threads() {
 #if defined(_OPENMP)

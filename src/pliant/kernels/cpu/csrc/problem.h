@@ -18,22 +18,25 @@ enum Isa : int64_t { ISA_BASELINE, ISA_AVX2, ISA_AVX512 };
 enum Status : int64_t { OK, NO_MEMORY, NO_SUCH_ISA, BAD_MAP, MAP_TOO_LARGE };
 constexpr int STATUS_BITS = 8;
 
-// The order of the fields is the order in which launch.py packs them.
+// The order of the fields is the order in which launch.py packs them: first what changes from call to call, then
+// what a problem's sizes and strides fix. Channels of value and of its gradient are adjacent.
 struct SumCall {
-  int64_t isa, threads, policy, value_dtype, loc_dtype;
+  int64_t isa, threads, value, shapes, starts, loc, weight, grad;  // weight in the accumulator's type
+  int64_t policy, value_dtype, loc_dtype;
   int64_t N, S, G, K, D, Q, V, P, R;
-  int64_t value, value_n, value_s, value_g, value_k;  // channels are adjacent
-  int64_t shapes, shapes_bytes, shapes_v, shapes_r, shapes_side;
-  int64_t starts, starts_bytes, starts_v, starts_r;
-  int64_t loc, loc_n, loc_q, loc_g, loc_v, loc_p, loc_xy;
-  int64_t weight, weight_n, weight_q, weight_g, weight_v, weight_p, weight_r, weight_k;  // in the accumulator's type
-  int64_t grad, grad_n, grad_q, grad_g, grad_k, grad_d;  // forward: where the result goes, in value's type
+  int64_t value_n, value_s, value_g, value_k;
+  int64_t shapes_bytes, shapes_v, shapes_r, shapes_side;
+  int64_t starts_bytes, starts_v, starts_r;
+  int64_t loc_n, loc_q, loc_g, loc_v, loc_p, loc_xy;
+  int64_t weight_n, weight_q, weight_g, weight_v, weight_p, weight_r, weight_k;
+  int64_t grad_n, grad_q, grad_g, grad_k, grad_d;  // forward: where the result goes, in value's type
 };
 // Null pointers: nobody asked.
 struct GradCall {
-  int64_t value, value_n, value_s, value_g, value_k;  // channels are adjacent
-  int64_t loc, loc_n, loc_q, loc_g, loc_v, loc_p, loc_xy;
-  int64_t weight, weight_n, weight_q, weight_g, weight_v, weight_p, weight_r, weight_k;
+  int64_t value, loc, weight;
+  int64_t value_n, value_s, value_g, value_k;
+  int64_t loc_n, loc_q, loc_g, loc_v, loc_p, loc_xy;
+  int64_t weight_n, weight_q, weight_g, weight_v, weight_p, weight_r, weight_k;
 };
 
 // Sides of maps are at most this, so that a position within a map converts to int32.
