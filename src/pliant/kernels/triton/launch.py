@@ -315,7 +315,7 @@ def query_tile(
     bq = min(rows // bg, triton.next_power_of_2(queries))
     unrolled = max(i for i in range(1, 5) if points % i == 0)
     tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
-    registers = {4: 72, 2: 80}.get(dtype.itemsize)
+    registers = {4: 72, 2: 96}.get(dtype.itemsize)
     return tile if registers is None else {**tile, "maxnreg": registers}
 
 
