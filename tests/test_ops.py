@@ -247,6 +247,18 @@ def test_the_intended_kernel_runs(operator: str, impl: str) -> None:
     assert calls == [(name, impl), (f"{name}_backward", impl)]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_jit_trace_holds_the_operator_and_not_its_result(operator: str) -> None:
+    tensors, function = _problem(operator)
+    traced = torch.jit.trace(lambda *a: function(*a), tuple(tensors), check_trace=False)  # type: ignore[operator]
+    others = [t * 0.9 for t in tensors]
+    out, grads = _gradients(function, others)
+    got, got_grads = _gradients(traced, others)
+    assert torch.equal(got, out)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
+
+
 @pytest.mark.skipif("cpu" not in IMPLS, reason="the reference knows only the long way")
 @pytest.mark.parametrize("operator", OPERATORS[:3])
 def test_the_short_way_is_the_long_one(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:

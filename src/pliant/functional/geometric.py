@@ -58,7 +58,7 @@ def geometric_kernel_attention(
     levels = _check(*signatures)
     shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
     checks.count(OP, "spatial_shapes", "L", shapes.shape[0], "sampling_locations", levels)
-    if sampling_locations.requires_grad:
+    if sampling_locations.requires_grad or checks.tracing():  # positions have no gradient
         sampling_locations = sampling_locations.detach()
     operands = (value, shapes, starts, sampling_locations, attention_weights)
     return direct.sample_sum(OP, LAYOUT, operands, signatures, impl)

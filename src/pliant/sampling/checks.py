@@ -26,7 +26,11 @@ class Signature(NamedTuple):
 
 def tracing() -> bool:
     """Whether a tracer is at work, whose symbolic sizes and fake tensors must not be remembered."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+    )
 
 
 def once(check: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,8 +30,7 @@ def sample_sum(
     """The sum that `op` is, [N, Q, G * K * D]; `signatures` are those of value, loc, weight."""
     value, shapes, starts, loc, weight = operands
     if (
-        torch.compiler.is_compiling()
-        or ops.in_transform()
+        ops.in_transform()
         or ops.observed((value, loc, weight))
         or not (type(shapes) is type(starts) is Tensor)
     ):

@@ -246,7 +246,7 @@ def transformed(args: Sequence[Any]) -> bool:
 
 def observed(args: Sequence[Any]) -> bool:
     """Whether a mode, a profiler or a tensor's own nature needs the dispatcher."""
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled():
+    if checks.tracing() or torch._C._autograd._profiler_enabled():
         return True
     for a in args:  # noqa: SIM110 - any() is slower
         if isinstance(a, Tensor) and not plain(a):
