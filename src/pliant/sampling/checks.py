@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .problem import FEATURE_DTYPES
+from .problem import FEATURE_DTYPES, INDEX_DTYPES, POLICIES
 
 
 class Signature(NamedTuple):
@@ -122,3 +122,86 @@ def count(op: str, name: str, axis: str, got: int, other: str, expected: int) ->
     """Two arguments must agree on an axis."""
     if got != expected:
         raise ValueError(f"{op}: {name} must have {axis} = {expected} as {other} has, got {got}")
+
+
+# Direct calls of the registered operators, which no public function has checked
+
+
+def expect(met: bool, what: str, expected: Any, got: Any) -> None:
+    if not met:
+        raise ValueError(f"{what} must be {expected}, got {got}")
+
+
+def _direct_operands(op: str, impl: str, *operands: torch.Tensor | None) -> None:
+    expect(impl in ("", "reference", "cpu", "triton"), f"{op}: impl", "a backend", repr(impl))
+    given = [x for x in operands if x is not None]
+    devices = sorted({str(x.device) for x in given})
+    expect(len(devices) == 1, f"{op}: the operands' device", "one", devices)
+
+
+def direct_sum(
+    value: torch.Tensor,
+    shapes: torch.Tensor,
+    starts: torch.Tensor,
+    loc: torch.Tensor,
+    weight: torch.Tensor,
+    *rest: str,
+) -> None:
+    op, sizes = "sample_sum", dict[str, int]()
+    shape(op, "value", value.shape, "N S G K D", sizes)
+    shape(op, "shapes", shapes.shape, "V R 2", sizes)
+    shape(op, "starts", starts.shape, "V R", sizes)
+    shape(op, "weight", weight.shape, "N Q G V P R K", sizes)
+    shape(op, "loc", loc.shape, "N Q G V P 2", sizes)
+    for name, x in (("shapes", shapes), ("starts", starts)):
+        expect(x.dtype in INDEX_DTYPES, f"{op}: {name}", "int32 or int64", x.dtype)
+    expect(rest[:3] in POLICIES, f"{op}: the policy", "one of POLICIES", rest[:3])
+    _direct_operands(op, rest[3], value, loc, weight)
+
+
+def direct_columns(
+    input: torch.Tensor,
+    offset: torch.Tensor,
+    mask: torch.Tensor | None,
+    kernel: Sequence[int],
+    *rest: Any,
+) -> None:
+    op, sizes = "deform_columns", dict[str, int]()
+    shape(op, "input", input.shape, "N C H W", sizes)
+    shape(op, "offset", offset.shape, "N O Ho Wo", sizes)
+    names = ("kernel", "stride", "padding", "dilation")
+    for name, steps in zip(names, (kernel, *rest[:3]), strict=True):
+        fits = len(steps) == 2 and min(steps) >= (name != "padding")
+        expect(fits, f"{op}: {name}", "two sizes (height, width)", list(steps))
+    taps, channels, shifts = kernel[0] * kernel[1], input.shape[1], offset.shape[1]
+    expect(shifts % (2 * taps) == 0, f"{op}: offset's axis 1", f"k * {2 * taps}", shifts)
+    groups = shifts // (2 * taps)
+    fits = groups > 0 and channels % groups == 0
+    expect(fits, f"{op}: the deformable groups", f"a divisor of {channels}", groups)
+    if mask is not None:
+        size = [offset.shape[0], shifts // 2, *offset.shape[2:]]
+        expect(list(mask.shape) == size, f"{op}: mask's shape", size, list(mask.shape))
+    _direct_operands(op, rest[-1], input, offset, mask)
+
+
+def direct_conv(
+    input: torch.Tensor,
+    offset: torch.Tensor,
+    mask: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *rest: Any,
+) -> None:
+    op, sizes = "deform_conv", dict[str, int]()
+    shape(op, "weight", weight.shape, "Co Ci kh kw", sizes)
+    direct_columns(input, offset, mask, weight.shape[2:], *rest)
+    (outputs, per_group), channels = weight.shape[:2], input.shape[1]
+    groups = channels // per_group if per_group and channels % per_group == 0 else 0
+    fits = channels == per_group == 0 or (groups > 0 and outputs % groups == 0)
+    expect(fits, f"{op}: weight's axes 0 and 1", "k * groups and C / groups", list(weight.shape))
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None:
+            expect(x.dtype == input.dtype, f"{op}: {name}", input.dtype, x.dtype)
+    if bias is not None:
+        shape(op, "bias", bias.shape, "Co", sizes)
+    _direct_operands(op, rest[-1], input, weight, bias)

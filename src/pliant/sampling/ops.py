@@ -28,7 +28,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from . import checks, reference
-from .problem import INDEX_DTYPES, POLICIES
+from .problem import POLICIES
 
 log = logging.getLogger("pliant")
 library = torch.library.Library("pliant", "DEF")
@@ -171,7 +171,9 @@ class Operator:
     def _backward_called(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         self.verify(*args[:-1])
         shape = self.fake(*(a.to("meta") if isinstance(a, Tensor) else a for a in args[:-1])).shape
-        _expect(grad.shape == shape, f"{self.name}_backward: grad", list(shape), list(grad.shape))
+        checks.expect(
+            grad.shape == shape, f"{self.name}_backward: grad", list(shape), list(grad.shape)
+        )
         return self._backward(grad, *args)
 
     def run(self, *args: Any) -> Tensor:
@@ -420,77 +422,6 @@ def _join(x: Any, dim: int | None, size: int) -> Any:
 # The three operators
 
 
-def _expect(met: bool, what: str, expected: Any, got: Any) -> None:
-    if not met:
-        raise ValueError(f"{what} must be {expected}, got {got}")
-
-
-def _verify_operands(op: str, impl: str, *operands: Tensor | None) -> None:
-    _expect(impl in ("", "reference", "cpu", "triton"), f"{op}: impl", "a backend", repr(impl))
-    given = [x for x in operands if x is not None]
-    devices = sorted({str(x.device) for x in given})
-    _expect(len(devices) == 1, f"{op}: the operands' device", "one", devices)
-
-
-def _verify_sum(
-    value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, *rest: str
-) -> None:
-    op, sizes = "sample_sum", dict[str, int]()
-    checks.shape(op, "value", value.shape, "N S G K D", sizes)
-    checks.shape(op, "shapes", shapes.shape, "V R 2", sizes)
-    checks.shape(op, "starts", starts.shape, "V R", sizes)
-    checks.shape(op, "weight", weight.shape, "N Q G V P R K", sizes)
-    checks.shape(op, "loc", loc.shape, "N Q G V P 2", sizes)
-    for name, x in (("shapes", shapes), ("starts", starts)):
-        _expect(x.dtype in INDEX_DTYPES, f"{op}: {name}", "int32 or int64", x.dtype)
-    _expect(rest[:3] in _POLICIES, f"{op}: the policy", "one of POLICIES", rest[:3])
-    _verify_operands(op, rest[3], value, loc, weight)
-
-
-def _verify_columns(
-    input: Tensor, offset: Tensor, mask: Tensor | None, kernel: Sequence[int], *rest: Any
-) -> None:
-    op, sizes = "deform_columns", dict[str, int]()
-    checks.shape(op, "input", input.shape, "N C H W", sizes)
-    checks.shape(op, "offset", offset.shape, "N O Ho Wo", sizes)
-    names = ("kernel", "stride", "padding", "dilation")
-    for name, steps in zip(names, (kernel, *rest[:3]), strict=True):
-        fits = len(steps) == 2 and min(steps) >= (name != "padding")
-        _expect(fits, f"{op}: {name}", "two sizes (height, width)", list(steps))
-    taps, channels, shifts = kernel[0] * kernel[1], input.shape[1], offset.shape[1]
-    _expect(shifts % (2 * taps) == 0, f"{op}: offset's axis 1", f"k * {2 * taps}", shifts)
-    groups = shifts // (2 * taps)
-    fits = groups > 0 and channels % groups == 0
-    _expect(fits, f"{op}: the deformable groups", f"a divisor of {channels}", groups)
-    if mask is not None:
-        size = [offset.shape[0], shifts // 2, *offset.shape[2:]]
-        _expect(list(mask.shape) == size, f"{op}: mask's shape", size, list(mask.shape))
-    _verify_operands(op, rest[-1], input, offset, mask)
-
-
-def _verify_conv(
-    input: Tensor,
-    offset: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    *rest: Any,
-) -> None:
-    op, sizes = "deform_conv", dict[str, int]()
-    checks.shape(op, "weight", weight.shape, "Co Ci kh kw", sizes)
-    _verify_columns(input, offset, mask, weight.shape[2:], *rest)
-    (outputs, per_group), channels = weight.shape[:2], input.shape[1]
-    groups = channels // per_group if per_group and channels % per_group == 0 else 0
-    fits = channels == per_group == 0 or (groups > 0 and outputs % groups == 0)
-    _expect(fits, f"{op}: weight's axes 0 and 1", "k * groups and C / groups", list(weight.shape))
-    for name, x in (("weight", weight), ("bias", bias)):
-        if x is not None:
-            _expect(x.dtype == input.dtype, f"{op}: {name}", input.dtype, x.dtype)
-    if bias is not None:
-        checks.shape(op, "bias", bias.shape, "Co", sizes)
-    _verify_operands(op, rest[-1], input, weight, bias)
-
-
 def _sample_sum_fake(
     value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, *rest: Any
 ) -> Tensor:
@@ -534,7 +465,7 @@ sample_sum = Operator(
     differentiable=(0, 3, 4),
     shared=(1, 2),
     fake=_sample_sum_fake,
-    verify=_verify_sum,
+    verify=checks.direct_sum,
     kernel_args=_with_policy,
 )
 deform_columns = Operator(
@@ -544,7 +475,7 @@ deform_columns = Operator(
     differentiable=(0, 1, 2),
     shared=(),
     fake=_deform_columns_fake,
-    verify=_verify_columns,
+    verify=checks.direct_columns,
     kernel_args=_as_they_are,
 )
 deform_conv = Operator(
@@ -554,6 +485,6 @@ deform_conv = Operator(
     differentiable=(0, 1, 2, 3, 4),
     shared=(3, 4),
     fake=_deform_conv_fake,
-    verify=_verify_conv,
+    verify=checks.direct_conv,
     kernel_args=_as_they_are,
 )
