@@ -182,12 +182,14 @@ def main(path, isa, harm=""):
         sys.exit(77)
     torch.set_num_threads(2)
     if harm:
+        fixed = launch._fixed
 
-        class Liar:
-            def pack(self, *call):
-                return struct.pack("49q", *call[:6], 41, *call[7:])  # S: a row more than there is
+        def lie(*operands):
+            fields = list(struct.unpack("41q", fixed(*operands)))
+            fields[4] = 41  # S: a row more than there is
+            return struct.pack("41q", *fields)
 
-        launch._FORWARD = Liar()
+        launch._fixed = lie
         shape, loc = torch.tensor([[[1, 41]]]), torch.tensor([40.0, 0.0]).view(1, 1, 1, 1, 1, 2)
         operands = shape, torch.tensor([[0]]), loc, torch.ones(1, 1, 1, 1, 1, 1, 1)
         launch.sample_sum(torch.rand(1, 40, 1, 1, 5), *operands, POLICIES[3])
