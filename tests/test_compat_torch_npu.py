@@ -110,6 +110,24 @@ def test_conv2dbk_is_the_gradient(modulated: bool) -> None:
         torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-12)
 
 
+def test_conv2dbk_serves_in_any_mode() -> None:
+    x, weight, offset, bias = (t.detach() for t in tensors())
+    output, columns = convolve(x, weight, offset, bias)
+    settings = {"kernel_size": [3, 2], **SETTINGS, **GROUPS}
+
+    def gradients(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch_npu.npu_deformable_conv2dbk(x, grad, columns, weight, offset, **settings)
+
+    expected = gradients(output)
+    with torch.inference_mode():
+        assert all(map(torch.equal, gradients(output), expected))
+    mapped = torch.func.vmap(gradients)(torch.stack([output, 2 * output]))
+    for got, once in zip(mapped, expected, strict=True):
+        torch.testing.assert_close(got, torch.stack([once, 2 * once]), rtol=1e-12, atol=1e-12)
+    with pytest.raises(TypeError, match=r"offset must have one of the dtypes .* got int64$"):
+        torch_npu.npu_deformable_conv2dbk(x, output, columns, weight, offset.long(), **settings)
+
+
 def test_blocks_are_the_interleaved_layout_rearranged() -> None:
     kernel, dg = 6, 3
     x, weight, _, bias = (t.detach() for t in tensors())
@@ -322,6 +340,8 @@ def test_autocast_runs_the_convolution_in_its_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output, columns = convolve(x, weight, offset, bias)
     assert (output.dtype, columns.dtype) == (torch.bfloat16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="dtype of input"):
+        convolve(x, weight.double(), offset, bias)
 
 
 def test_compiles() -> None:

@@ -1,11 +1,14 @@
 """One call must not spoil the next, whatever mode it ran in; odd tensors; direct calls."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import pliant
 from pliant import testing
@@ -192,3 +195,86 @@ def test_sizes_that_no_map_has() -> None:
     text = r"^multi_scale_deformable_attn: spatial_shapes\[0\] must be .* below 2\*\*31, got"
     with pytest.raises(ValueError, match=text):
         pliant.multi_scale_deformable_attn(value, [(2**70, 0), (1, 1)], None, locations, weights)
+
+
+# Saved tensors that are not what they were
+
+HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": Tensor.contiguous,
+    "permuted": lambda x: x if x.dim() < 2 else x.transpose(0, 1).contiguous().transpose(0, 1),
+    "float64": lambda x: x.double() if x.is_floating_point() else x,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("operator", ["attention", "aggregation", "convolution"])
+def test_hooks_may_change_what_was_saved(operator: str, hook: str) -> None:
+    """Before and after ordinary calls of the same signature, which they leave alone."""
+    wide = torch.rand(2, 20, 4, 6)
+    if operator == "attention":
+        leaves = [wide[..., :3], torch.rand(2, 5, 4, 1, 3, 2), torch.rand(2, 5, 4, 1, 3)]
+        function = lambda v, x, w: pliant.multi_scale_deformable_attn(v, [(4, 5)], None, x, w)  # noqa: E731
+    elif operator == "aggregation":
+        leaves = [wide[:, :, 0], torch.rand(2, 5, 3, 1, 2), torch.rand(2, 5, 3, 1, 1, 2)]
+        function = lambda v, x, w: pliant.deformable_aggregation(v, [[(4, 5)]], None, x, w)  # noqa: E731
+    else:
+        leaves = [wide.movedim(1, 2)[..., :5, :5], torch.rand(2, 18, 5, 5), torch.rand(3, 4, 3, 3)]
+        function = lambda v, x, w: pliant.deform_conv2d(v, x, w, padding=1)  # noqa: E731
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def step(hooked: bool) -> tuple[Tensor, ...]:
+        pack = HOOKS[hook] if hooked else lambda x: x
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = function(*leaves)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    first, plain, last = step(True), step(False), step(True)
+    exact = [x.double().detach().requires_grad_() for x in leaves]
+    out = function(*exact)
+    for g, *others in zip(
+        torch.autograd.grad(out, exact, torch.ones_like(out)), first, plain, last, strict=True
+    ):
+        for other in others:
+            torch.testing.assert_close(other.double(), g, rtol=1e-4, atol=1e-4)
+
+
+def test_saved_operands_of_another_size_raise() -> None:
+    value, locations, weights = (x.requires_grad_() for x in tensors())
+    out = pliant.multi_scale_deformable_attn(value, LEVELS, None, locations, weights)
+    value.data = torch.rand(2, 1, 2, 3)
+    with pytest.raises(ValueError, match="must lie within the 1 rows of value"):
+        torch.autograd.grad(out.sum(), (locations, weights))
+    image, offset = torch.rand(8, 4, 9, 9), torch.rand(8, 18, 9, 9, requires_grad=True)
+    weight = torch.rand(4, 4, 3, 3, requires_grad=True)
+    out = pliant.deform_conv2d(image, offset, weight, padding=1)
+    offset.data = torch.rand(1, 18, 9, 9)
+    with pytest.raises(ValueError, match=r"offset must have shape .* got \[1, 18, 9, 9\]"):
+        torch.autograd.grad(out.sum(), weight)
+
+
+def test_a_default_device_is_for_others() -> None:
+    """In a process of its own, whose `torch.empty` is torch's."""
+    code = """
+import torch, pliant
+image, offset, weight = torch.rand(1, 4, 6, 6), torch.rand(1, 18, 6, 6), torch.rand(4, 4, 3, 3)
+value, loc, by = torch.rand(1, 20, 2, 3), torch.rand(1, 5, 2, 1, 3, 2), torch.rand(1, 5, 2, 1, 3)
+conv = lambda: pliant.deform_conv2d(image, offset, weight, padding=1)
+attend = lambda: pliant.multi_scale_deformable_attn(value, [(4, 5)], None, loc, by)
+with torch.device("meta"):
+    got = conv(), attend()
+print(all(map(torch.equal, got, (conv(), attend()))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-1000:]
+
+
+def test_tracing_before_dispatch_records_the_operators() -> None:
+    def model(value: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        conv = pliant.deform_conv2d(image, offset, weight, padding=1)
+        return pliant.multi_scale_deformable_attn(value, LEVELS, None, *rest), conv
+
+    offset, weight = torch.rand(1, 18, 6, 6), torch.rand(4, 4, 3, 3)
+    traced = make_fx(model, pre_dispatch=True)(tensors()[0], torch.rand(1, 4, 6, 6))
+    others = tensors()[0], torch.rand(1, 4, 6, 6)
+    for got, expected in zip(traced(*others), model(*others), strict=True):
+        assert torch.equal(got, expected)

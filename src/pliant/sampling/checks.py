@@ -30,6 +30,7 @@ def tracing() -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
     )
 
 

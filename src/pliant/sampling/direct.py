@@ -38,7 +38,7 @@ def sample_sum(
     key = (layout, signatures, impl, shapes.dtype, starts.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, Plan(op, layout, operands, impl))
+        plan = _remember(key, Plan(op, layout, operands, signatures, impl))
     if plan.kernel is None:
         return _observed(op, layout, operands, impl)
     if torch.is_grad_enabled() and (
@@ -64,9 +64,17 @@ def _remember(key: Hashable, plan: "Plan") -> "Plan":
 class Plan:
     """The kernels for calls of one signature."""
 
-    def __init__(self, op: str, layout: Layout, operands: Operands, impl: str | None) -> None:
-        value, _, _, loc, weight = operands
-        self.layout = layout
+    def __init__(
+        self,
+        op: str,
+        layout: Layout,
+        operands: Operands,
+        signatures: tuple[checks.Signature, checks.Signature, checks.Signature],
+        impl: str | None,
+    ) -> None:
+        value, shapes, starts, loc, weight = operands
+        self.layout, self.signatures = layout, signatures
+        self.maps = (shapes.shape, shapes.dtype, starts.dtype)
         self.impl = ops.implementation(op, impl, value, loc, weight)
         self.backend = ops.choose(self.impl, value, loc, weight)
         self.kernel: Callable[..., Tensor | None] | None = None
@@ -89,7 +97,8 @@ class Plan:
 
     def gradients(self, grad: Tensor, operands: Operands, needs: tuple[bool, ...]) -> Any:
         args = (grad, *operands)
-        if not ops.transformed(args) and not ops.observed(args):
+        unchanged = self._fits(*operands)
+        if unchanged and not ops.transformed(args) and not ops.observed(args):
             key = (grad.stride(), grad.dtype, needs)
             if key not in self.backwards:
                 self.backwards[key] = self._plan_backward(grad, operands, needs)
@@ -100,12 +109,29 @@ class Plan:
                 return grads
         views = self.layout.views(*operands)
         canonical = ops.sample_sum.gradients(
-            self._unflattened(grad), *views, *self.layout.policy, self.impl, list(needs)
+            *(self._unflattened(grad), *views, *self.layout.policy, self.impl, list(needs)),
+            checked=unchanged,
         )
         like = (views[i] for i in (0, 3, 4))
         full = [g if need else x for g, x, need in zip(canonical, like, needs, strict=True)]
         own = self.layout.undo(*full)
         return [g if need else None for g, need in zip(own, needs, strict=True)]
+
+    def _fits(
+        self, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
+    ) -> bool:
+        """Whether saved tensors are what they were: hooks on them and `x.data = ...` may have put
+        others in their place.
+        """
+        floats = zip((value, loc, weight), self.signatures, strict=True)
+        return (
+            all((x.shape, x.stride(), x.dtype, x.device) == known for x, known in floats)
+            and self.maps == (shapes.shape, shapes.dtype, starts.dtype)
+            and starts.shape == shapes.shape[:-1]
+            and shapes.device == starts.device == value.device
+            and shapes.is_contiguous()
+            and starts.is_contiguous()
+        )
 
     def _plan_backward(
         self, grad: Tensor, operands: Operands, needs: tuple[bool, ...]

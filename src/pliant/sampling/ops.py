@@ -154,13 +154,13 @@ class Operator:
             out = self.run(*args)
         return out  # type: ignore[no-any-return]
 
-    def gradients(self, *args: Any) -> tuple[Tensor, ...]:
+    def gradients(self, *args: Any, checked: bool) -> tuple[Tensor, ...]:
         """Run the backward operator; an empty tensor for each gradient that is not needed."""
         run: Any
         if transformed(args):
             run = self.backward_function.apply
         else:
-            run = self.backward if observed(args) else self._backward
+            run = self._backward if checked and not observed(args) else self.backward
         return run(*args)  # type: ignore[no-any-return]
 
     def _called(self, *args: Any) -> Tensor:
@@ -297,7 +297,8 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             needs = [ctx.needs_input_grad[i] for i in op.differentiable]
-            grads = op.gradients(grad, *_saved(ctx), needs)
+            args, unchanged = _saved(ctx)
+            grads = op.gradients(grad, *args, needs, checked=unchanged)
             result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
             for i, need, g in zip(op.differentiable, needs, grads, strict=True):
                 result[i] = g if need else None
@@ -334,7 +335,7 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-            args = _saved(ctx)
+            args, _ = _saved(ctx)
             result: list[Tensor | None] = [None] * len(args)
             asked = [
                 c for c, need in zip(cotangents, args[-1], strict=True) if need and c is not None
@@ -370,13 +371,20 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
 
 
 def _save(ctx: Any, args: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    ctx.save_for_backward(*tensors)
     ctx.others = [None if isinstance(a, Tensor) else (a,) for a in args]
+    ctx.kinds = [(x.shape, x.dtype, x.device) for x in tensors]
 
 
-def _saved(ctx: Any) -> list[Any]:
-    tensors = iter(ctx.saved_tensors)
-    return [next(tensors) if other is None else other[0] for other in ctx.others]
+def _saved(ctx: Any) -> tuple[list[Any], bool]:
+    """The arguments, and whether their tensors are what they were: hooks on saved tensors and
+    `x.data = ...` may have put others in their place, which must be checked again.
+    """
+    tensors = ctx.saved_tensors
+    unchanged = ctx.kinds == [(x.shape, x.dtype, x.device) for x in tensors]
+    left = iter(tensors)
+    return [next(left) if other is None else other[0] for other in ctx.others], unchanged
 
 
 def _vmap(

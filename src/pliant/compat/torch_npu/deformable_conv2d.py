@@ -8,8 +8,8 @@ from torch import Tensor
 import pliant
 
 from ...functional.convolution import Steps, convolve
-from ...sampling import checks
-from ..spelling import also_spelled, check_groups, gradients
+from ...sampling import checks, ops
+from ..spelling import also_spelled, check_groups
 
 
 @also_spelled(self="input", dilations="dilation")
@@ -83,13 +83,15 @@ def npu_deformable_conv2dbk(
     kernel, steps = _settings(kernel_size, stride, padding, dilation, op)
     others = {"grad_output": grad_output, "columns": columns}
     _check(op, input, weight, offset, kernel, groups, deformable_groups, modulated, **others)
-
-    def output(input: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
-        moves, mask = _interleaved(offset, modulated)
-        return convolve(input, moves, mask, weight, None, steps, "")
-
-    grads = gradients(output, (input, weight, offset), grad_output)
-    return *grads, grad_output.sum((0, 2, 3))  # type: ignore[return-value]
+    moves, mask = _interleaved(offset, modulated)
+    operands = (input, moves, mask, weight, None, *steps, "")
+    needs = [True, True, mask is not None, True, False]
+    by_input, by_moves, by_mask, by_weight, _ = ops.deform_conv.gradients(
+        grad_output, *operands, needs, checked=True
+    )
+    y, x = by_moves.unflatten(1, (-1, 2)).unbind(2)
+    by_offset = torch.cat((x, y) if mask is None else (x, y, by_mask), dim=1)
+    return by_input, by_weight, by_offset, grad_output.sum((0, 2, 3))
 
 
 def _interleaved(offset: Tensor, modulated: bool) -> tuple[Tensor, Tensor | None]:
@@ -153,14 +155,16 @@ def _check(
     for name, x in given.items():
         checks.shape(op, name, x.shape, axes[name], sizes)
     given["weight"] = checks.signature(op, "weight", weight)
-    if not checks.autocast(input.device.type):
-        for name, x in given.items():
-            if x.dtype != input.dtype:
-                raise TypeError(
-                    f"{op}: {name} must have the dtype of input, {_name(input.dtype)}, "
-                    f"got {_name(x.dtype)}"
-                )
+    checks.feature_dtype(op, "input", input.dtype)
+    casts = "grad_output" not in given and checks.autocast(input.device.type)
+    for name, x in given.items():
+        if x.dtype != input.dtype and not (casts and torch.float64 not in (x.dtype, input.dtype)):
+            raise TypeError(
+                f"{op}: {name} must have the dtype of input, {_name(input.dtype)}, "
+                f"got {_name(x.dtype)}"
+            )
     given["offset"] = checks.signature(op, "offset", offset)
+    checks.feature_dtype(op, "offset", offset.dtype)
     checks.same_device(op, "input", input.device, given)
 
 

@@ -75,6 +75,7 @@ def deform_conv(
     out = torch.empty(
         (len(input), len(weight), *offset.shape[2:]),
         dtype=input.dtype,
+        device=input.device,
         memory_format=torch.channels_last if last else torch.contiguous_format,
     )
     geometry = Geometry(weight.shape[2:], stride, padding, dilation)
