@@ -29,18 +29,19 @@ def sample_sum(
 ) -> Tensor:
     """The sum that `op` is, [N, Q, G * K * D]; `signatures` are those of value, loc, weight."""
     value, shapes, starts, loc, weight = operands
+    chosen = ops.implementation(op, impl, value, loc, weight)
     if (
         ops.in_transform()
         or ops.observed((value, loc, weight))
         or not (type(shapes) is type(starts) is Tensor)
     ):
-        return _observed(op, layout, operands, impl)
-    key = (layout, signatures, impl, shapes.dtype, starts.dtype)
+        return _observed(layout, operands, chosen)
+    key = (layout, signatures, chosen, shapes.dtype, starts.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, Plan(op, layout, operands, signatures, impl))
+        plan = _remember(key, Plan(layout, operands, signatures, chosen))
     if plan.kernel is None:
-        return _observed(op, layout, operands, impl)
+        return _observed(layout, operands, chosen)
     if torch.is_grad_enabled() and (
         value.requires_grad or loc.requires_grad or weight.requires_grad
     ):
@@ -48,10 +49,8 @@ def sample_sum(
     return plan.forward(*operands)
 
 
-def _observed(op: str, layout: Layout, operands: Operands, impl: str | None) -> Tensor:
-    value, _, _, loc, weight = operands
-    chosen = ops.implementation(op, impl, value, loc, weight)
-    return ops.sample_sum(*layout.views(*operands), *layout.policy, chosen).flatten(2)
+def _observed(layout: Layout, operands: Operands, impl: str) -> Tensor:
+    return ops.sample_sum(*layout.views(*operands), *layout.policy, impl).flatten(2)
 
 
 def _remember(key: Hashable, plan: "Plan") -> "Plan":
@@ -66,17 +65,15 @@ class Plan:
 
     def __init__(
         self,
-        op: str,
         layout: Layout,
         operands: Operands,
         signatures: tuple[checks.Signature, checks.Signature, checks.Signature],
-        impl: str | None,
+        impl: str,
     ) -> None:
         value, shapes, starts, loc, weight = operands
         self.layout, self.signatures = layout, signatures
         self.maps = (shapes.shape, shapes.dtype, starts.dtype)
-        self.impl = ops.implementation(op, impl, value, loc, weight)
-        self.backend = ops.choose(self.impl, value, loc, weight)
+        self.impl, self.backend = impl, ops.choose(impl, value, loc, weight)
         self.kernel: Callable[..., Tensor | None] | None = None
         self.backwards: dict[Hashable, Callable[..., Any] | None] = {}
         if self.backend != "reference":
