@@ -259,6 +259,22 @@ def test_a_jit_trace_holds_the_operator_and_not_its_result(operator: str) -> Non
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_batched_gradients(operator: str) -> None:
+    tensors, function = _problem(operator)
+    leaves = [t.requires_grad_() for t in tensors]
+    if operator == "geometric_kernel_attention":
+        leaves[1].requires_grad_(False)
+    wanted = [x for x in leaves if x.requires_grad]
+    out = function(*leaves)  # type: ignore[operator]
+    grads = torch.stack([torch.ones_like(out), 2 * torch.ones_like(out)])
+    got = torch.autograd.grad(out, wanted, grads, is_grads_batched=True, retain_graph=True)
+    once = torch.autograd.grad(out, wanted, grads[0])
+    for batched, g in zip(got, once, strict=True):
+        torch.testing.assert_close(batched, torch.stack([g, 2 * g]), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.skipif("cpu" not in IMPLS, reason="the reference knows only the long way")
 @pytest.mark.parametrize("operator", OPERATORS[:3])
 def test_the_short_way_is_the_long_one(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:

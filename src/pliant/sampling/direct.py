@@ -145,8 +145,7 @@ class Plan:
         )
 
     def _unflattened(self, grad: Tensor) -> Tensor:
-        unflattened: Tensor = grad.unflatten(2, self.channels)
-        return unflattened
+        return grad.reshape(*grad.shape[:2], *self.channels)
 
 
 class _Direct(torch.autograd.Function):

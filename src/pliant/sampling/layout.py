@@ -4,6 +4,7 @@
 their gradients, back to the operator's own shapes.
 """
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -46,7 +47,9 @@ class Cameras(NamedTuple):
         return grouped, shapes, starts, places, weight.transpose(2, 3).unsqueeze(2)
 
     def undo(self, value: Tensor, loc: Tensor, weight: Tensor) -> Tensors:
-        return value.flatten(2), loc.squeeze(2).transpose(2, 3), weight.squeeze(2).transpose(2, 3)
+        batch, stored, *channels = value.shape
+        whole = value.reshape(batch, stored, math.prod(channels))
+        return whole, loc.squeeze(2).transpose(2, 3), weight.squeeze(2).transpose(2, 3)
 
 
 Layout = Heads | Cameras

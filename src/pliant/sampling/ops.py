@@ -260,7 +260,10 @@ def plain(x: Tensor) -> bool:
     """Whether a tensor's memory is what it seems: no subclass, wrapper, lazy sign or lazy zero."""
     kind = type(x)
     return (kind is Tensor or kind is torch.nn.Parameter) and not (
-        x.is_neg() or x._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        x.is_neg()
+        or x._is_zerotensor()
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or torch._C._functorch.is_legacy_batchedtensor(x)
     )
 
 
