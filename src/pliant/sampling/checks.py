@@ -14,6 +14,11 @@ import torch
 
 from .problem import FEATURE_DTYPES, INDEX_DTYPES, POLICIES
 
+# Every call asks these, some more than once: an attribute's look-up takes as long as the answer.
+_modes, _jit_trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
 
 class Signature(NamedTuple):
     """What checks may know of a tensor."""
@@ -28,9 +33,9 @@ def tracing() -> bool:
     """Whether a tracer is at work, whose symbolic sizes and fake tensors must not be remembered."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
-        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+        or _modes() > 0
+        or _jit_trace() is not None
+        or _included(_PRE_DISPATCH)
     )
 
 

@@ -256,14 +256,15 @@ def observed(args: Sequence[Any]) -> bool:
     return False
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
 def plain(x: Tensor) -> bool:
     """Whether a tensor's memory is what it seems: no subclass, wrapper, lazy sign or lazy zero."""
     kind = type(x)
     return (kind is Tensor or kind is torch.nn.Parameter) and not (
-        x.is_neg()
-        or x._is_zerotensor()
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or torch._C._functorch.is_legacy_batchedtensor(x)
+        x.is_neg() or x._is_zerotensor() or _is_wrapped(x) or _is_batched(x)
     )
 
 
