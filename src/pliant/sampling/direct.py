@@ -6,7 +6,8 @@ the operator's own tensors. A call that somebody observes (a tracer, a transform
 subclass), and one for the reference, goes through views and the registered operator instead.
 """
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -74,25 +75,26 @@ class Plan:
         self.layout, self.signatures = layout, signatures
         self.maps = (shapes.shape, shapes.dtype, starts.dtype)
         self.impl, self.backend = impl, ops.choose(impl, value, loc, weight)
-        self.kernel: Callable[..., Tensor | None] | None = None
+        self.kernel: Any = None  # none: the long way
         self.backwards: dict[Hashable, Callable[..., Any] | None] = {}
         if self.backend != "reference":
             views = layout.views(*operands)
-            (n, _, *channels), queries = views[0].shape, loc.shape[1]
-            self.channels = channels
-            size = (n, queries, channels[0] * channels[1] * channels[2])
+            self.channels = views[0].shape[2:]
+            size = (value.shape[0], loc.shape[1], math.prod(self.channels))
             self.kernel = ops.backend(self.backend).plan_sum(*views, layout.policy, size)
 
     def forward(self, *operands: Tensor) -> Tensor:
-        assert self.kernel is not None
-        out = self.kernel(*operands)
+        out: Tensor | None = self.kernel(*operands)
         if out is None:  # tensors of this signature, but not where the kernel needs them
             views = self.layout.views(*operands)
             return ops.sample_sum.run(*views, *self.layout.policy, self.impl).flatten(2)
         ops.note("sample_sum", self.backend)
         return out
 
-    def gradients(self, grad: Tensor, operands: Operands, needs: tuple[bool, ...]) -> Any:
+    def gradients(
+        self, grad: Tensor, operands: Operands, needs: tuple[bool, bool, bool]
+    ) -> Sequence[Tensor | None]:
+        """Those of value, loc and weight that are needed, in the operator's own shapes."""
         args = (grad, *operands)
         unchanged = self._fits(*operands)
         if unchanged and not ops.transformed(args) and not ops.observed(args):
@@ -100,7 +102,7 @@ class Plan:
             if key not in self.backwards:
                 self.backwards[key] = self._plan_backward(grad, operands, needs)
             kernel = self.backwards[key]
-            grads = None if kernel is None else kernel(*args)
+            grads: Sequence[Tensor | None] | None = None if kernel is None else kernel(*args)
             if grads is not None:
                 ops.note("sample_sum_backward", self.backend)
                 return grads
