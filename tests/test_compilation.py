@@ -48,7 +48,7 @@ def run(self, *args, grid, warmup, **kwargs):
 
 
 JITFunction.run = run
-from pliant.kernels.triton import launch
+from pliant.kernels.triton import sum as kernels
 from pliant.sampling.problem import Policy
 
 for policy, dtype, g, k, d, v, r, p in (
@@ -63,11 +63,11 @@ for policy, dtype, g, k, d, v, r, p in (
     maps = torch.zeros(v, r, 2, dtype=torch.int64), torch.zeros(v, r, dtype=torch.int64)
     args, grad = (value, *maps, loc, weight, policy), torch.zeros(1, 30, g, k, d, dtype=dtype)
     needs, strides = (True, policy.interpolation != "nearest", True), [x.stride() for x in args[:5]]
-    by_size = launch.plan_sum(*args, (1, 30, g * k * d))
-    back = launch.plan_sum_backward(grad, *args, needs, (strides[0], *strides[3:]))
+    by_size = kernels.plan_sum(*args, (1, 30, g * k * d))
+    back = kernels.plan_sum_backward(grad, *args, needs, (strides[0], *strides[3:]))
     for step in (
-        lambda: launch.sample_sum(*args),
-        lambda: launch.sample_sum_backward(grad, *args, [True] * 3),
+        lambda: kernels.sample_sum(*args),
+        lambda: kernels.sample_sum_backward(grad, *args, [True] * 3),
         lambda: by_size(*args[:5]),
         lambda: back(grad, *args[:5]),
     ):
@@ -79,10 +79,10 @@ for policy, dtype, g, k, d, v, r, p in (
         for theirs, ours in zip(sum(by_triton, ()), sum(by_us, ())):
             assert isinstance(ours, torch.Tensor) or theirs == ours, (theirs, ours)
     torch.use_deterministic_algorithms(True)
-    launch.sample_sum_backward(grad, *args, [True] * 3)
+    kernels.sample_sum_backward(grad, *args, [True] * 3)
     torch.use_deterministic_algorithms(False)
 
-assert {name for name, _ in compiled} == {"by_query", "by_point", "scatter", "collect"}
+assert {name for name, _ in compiled} == {"by_query", "by_point", "locate", "fill", "collect"}
 sums = len(compiled)
 from pliant.kernels.triton import convolution, convolution_backward
 

@@ -17,7 +17,7 @@ GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from pliant.kernels.triton import launch  # noqa: E402
+from pliant.kernels.triton import bins, launch, sum as kernels  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 SUMS = ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention")
@@ -73,9 +73,9 @@ def compare(args, *, tolerance):
     """Forward and backward of the kernels against the reference in float64."""
     exact = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() and i != 3 else a
              for i, a in enumerate(args)]  # fmt: skip
-    out = launch.sample_sum(*args)
+    out = kernels.sample_sum(*args)
     grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
-    got = [out, *launch.sample_sum_backward(grad, *args, [True] * 3)]
+    got = [out, *kernels.sample_sum_backward(grad, *args, [True] * 3)]
     expected = [
         reference.sample_sum(*exact),
         *reference.sample_sum_backward(grad.double(), *exact, [True] * 3),
@@ -106,7 +106,7 @@ def test_any_size(id):
 
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
 def test_wide_rows_use_wide_integers(policy, monkeypatch):
-    monkeypatch.setattr(launch, "_row_type", lambda *x: torch.int64)
+    monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
     monkeypatch.setattr(launch, "_remembered", {})
     compare(problem(policy), tolerance=3e-6)
 
@@ -114,8 +114,8 @@ def test_wide_rows_use_wide_integers(policy, monkeypatch):
 def test_extents_decide_the_integers():
     near = torch.empty(4, 2**20, 1, 1, 8, device="meta")
     far = torch.empty(1, 2**28, 1, 1, 8, device="meta")
-    assert launch._row_type(near) == torch.int32
-    assert launch._row_type(near, far) == torch.int64
+    assert kernels._row_type(near) == torch.int32
+    assert kernels._row_type(near, far) == torch.int64
 
 
 LIES = {
@@ -159,25 +159,59 @@ def test_sides_too_long_for_the_quick_floor(policy):
     compare(args, tolerance=3e-6)
 
 
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
-def test_deterministic_mode_repeats_to_the_bit(policy, monkeypatch):
-    monkeypatch.setattr(launch, "SORTED_AT_ONCE", 40)  # several rounds
+def test_deterministic_mode_repeats_to_the_bit(policy, monkeypatch, deterministic):
+    monkeypatch.setattr(bins, "AT_ONCE", 40)  # several rounds
     args = problem(policy, queries=6)
     args[3][:, 1:] = args[3][:, :1]  # many samples meet in a pixel
-    torch.use_deterministic_algorithms(True)
-    try:
-        first = compare(args, tolerance=3e-6)
-        for _ in range(3 if GPU else 1):
-            for a, b in zip(first, compare(args, tolerance=3e-6), strict=True):
-                assert torch.equal(a, b)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    first = compare(args, tolerance=3e-6)
+    for _ in range(3 if GPU else 1):
+        for a, b in zip(first, compare(args, tolerance=3e-6), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("id", [*SIZES, *("float64", "float16", "wide")])
+def test_deterministic_mode_of_any_size(id, monkeypatch, deterministic):
+    policy, sizes = SIZES.get(id, (ATTENTION, {}))
+    if id == "wide":
+        monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
+        monkeypatch.setattr(launch, "_remembered", {})
+    dtype = {"float64": F64, "float16": F16}.get(id, F32)
+    compare(problem(policy, dtype, **sizes), tolerance={F64: 1e-12, F16: 2e-3}.get(dtype, 3e-6))
+
+
+MAPS = {
+    **LIES,
+    "one-in-another": ([[4, 5], [3, 3]], [0, 6]),
+    "the-same": ([[4, 5], [4, 5]], [3, 3]),
+    "not-in-order": ([[3, 3], [4, 5]], [28, 5]),
+    "wider-than-before": ([[5, 2], [3, 9]], [0, 10]),
+    "one-line": ([[1, 7], [9, 1]], [0, 7]),
+    "all-in-one": ([[1, 37], [37, 1]], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("policy", [ATTENTION, GEOMETRIC], ids=["attention", "geometric"])
+@pytest.mark.parametrize("id", MAPS)
+def test_deterministic_mode_finds_the_samples_of_any_maps(id, policy, deterministic):
+    """Bins go by rows, which say neither line nor map."""
+    args = problem(policy, queries=5)
+    shapes, starts = (torch.tensor(x, device=DEVICE) for x in MAPS[id])
+    args[1], args[2] = shapes.unsqueeze(1), starts.unsqueeze(1)
+    compare(args, tolerance=3e-6)
 
 
 def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
-    monkeypatch.setattr(launch, "CACHED", 1)
-    assert launch.batch_step(2, 1000, True) == 1
-    assert launch.batch_step(2, 1000, False) == 2
+    monkeypatch.setattr(kernels, "CACHED", 1)
+    assert kernels.batch_step(2, 1000, True) == 1
+    assert kernels.batch_step(2, 1000, False) == 2
     compare(problem(ATTENTION), tolerance=3e-6)
     compare(problem(ATTENTION, F16), tolerance=2e-3)
 
@@ -187,7 +221,7 @@ def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
     """Five items, two at a time: the last part is smaller."""
-    monkeypatch.setattr(launch, "batch_step", lambda *args: 2)
+    monkeypatch.setattr(kernels, "batch_step", lambda *args: 2)
     args = problem(policy, dtype)
     for i in (0, 3, 4):
         args[i] = torch.cat([args[i], args[i].flip(0), args[i][:1] * 0.5])[:5]
@@ -201,9 +235,9 @@ def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
 )
 def test_only_what_is_asked_for_is_computed(wanted):
     args = problem(ATTENTION)
-    grad = torch.ones_like(launch.sample_sum(*args))
-    full = launch.sample_sum_backward(grad, *args, [True] * 3)
-    some = launch.sample_sum_backward(grad, *args, wanted)
+    grad = torch.ones_like(kernels.sample_sum(*args))
+    full = kernels.sample_sum_backward(grad, *args, [True] * 3)
+    some = kernels.sample_sum_backward(grad, *args, wanted)
     for a, b, need in zip(some, full, wanted, strict=True):
         assert (a is not None) == need
         if a is not None:
@@ -214,7 +248,7 @@ def test_a_problem_is_planned_once():
     args = problem(ATTENTION)
     launch._remembered.clear()
     for _ in range(3):
-        launch.sample_sum(*args)
+        kernels.sample_sum(*args)
     assert len(launch._remembered) == 1
     args[4] = torch.cat([args[4], args[4]], -1)[..., :1]  # other strides
     compare(args, tolerance=3e-6)
@@ -250,13 +284,13 @@ def test_no_synchronisation_and_graph_capture(operator):
 @gpu_only
 def test_the_tensors_own_device_and_the_current_stream():
     args = problem(ATTENTION)
-    expected = launch.sample_sum(*args)
+    expected = kernels.sample_sum(*args)
     stream = torch.cuda.Stream(torch.cuda.device_count() - 1)
     moved = [a.to(stream.device) if isinstance(a, torch.Tensor) else a for a in args]
     torch.cuda.synchronize(stream.device)
     with torch.cuda.stream(stream):
         moved[0].mul_(2)
-        out = launch.sample_sum(*moved)
+        out = kernels.sample_sum(*moved)
     stream.synchronize()
     assert out.device == stream.device
     torch.testing.assert_close(out.to(expected.device), expected * 2)

@@ -54,7 +54,7 @@ def resolve(
     _sizes(names, shapes_size, starts_size)
     shapes = _dense(shapes, value.device)
     if starts is None:
-        areas = shapes.prod(-1).flatten()
+        areas = (shapes.select(-1, 0) * shapes.select(-1, 1)).flatten()
         starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
     return shapes, _dense(starts, value.device)
 

@@ -1,10 +1,12 @@
 """Kernels in Triton, for NVIDIA GPUs.
 
     taps.py                        from a position to the pixels it reads
-    forward.py, backward.py        the weighted sum of samples and its gradients
-    launch.py                      tensors to launches; block sizes, determinism
+    sum.py                         the weighted sum of samples: launchers and block sizes
+    forward.py, backward.py, bins.py
+                                   its kernels; the last are those of the deterministic mode
     convolution.py, convolution_backward.py
-                                   deformable convolution, with launchers of its own
+                                   deformable convolution, kernels and launchers
+    launch.py                      launches that are worked out once
 
 This file imports no Triton, so that a machine without it can be told so.
 """
@@ -23,10 +25,10 @@ from pliant.sampling.problem import FEATURE_DTYPES
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 _HOMES = {
-    "plan_sum": "launch",
-    "plan_sum_backward": "launch",
-    "sample_sum": "launch",
-    "sample_sum_backward": "launch",
+    "plan_sum": "sum",
+    "plan_sum_backward": "sum",
+    "sample_sum": "sum",
+    "sample_sum_backward": "sum",
     "deform_columns": "convolution",
     "deform_columns_backward": "convolution_backward",
     "deform_conv": "convolution",

@@ -1,9 +1,5 @@
-"""Gradients of the weighted sum.
-
-`by_point`   a query at a time: gradients of positions and weights, which it owns, and of the
-             features, added atomically in the accumulator's dtype.
-`scatter` and `collect`   the same gradient of the features in a fixed order of sums: every corner
-             that is read is written down with its row, the rows are sorted, and each sums its own.
+"""Gradients of the weighted sum, a query at a time: those of positions and weights, which it owns,
+and those of the features, added atomically in the accumulator's dtype.
 """
 
 import triton
@@ -116,9 +112,10 @@ def _differentiate(
     """Samples [BJ] of one map each: their gradients, of which those along x and y are returned."""
     group = (k < K)[None, :]
     a = tl.load(weight[:, None] + (k * w_k)[None, :], mask=live[:, None] & group, other=0).to(ACC)
-    by_a = tl.zeros([BJ, BK], ACC)
-    by_x = tl.zeros([BJ, BK], ACC)
-    by_y = tl.zeros([BJ, BK], ACC)
+    s00 = tl.zeros([BJ, BK], ACC)  # sums over the channels of gradient times corner
+    s01 = tl.zeros([BJ, BK], ACC)
+    s10 = tl.zeros([BJ, BK], ACC)
+    s11 = tl.zeros([BJ, BK], ACC)
     if NEAREST:
         row, counts = taps.nearest(x, y, h, w, start, S, live, HONEST, ROW)
     else:
@@ -126,8 +123,6 @@ def _differentiate(
             x, y, h, w, start, S, live, UNIT, SKIP, HONEST, ROW, ACC, INTERPRET
         )
         counts = m00 | m01 | m10 | m11
-        fx = fx[:, None, None]
-        fy = fy[:, None, None]
         below = (row + w) - row  # `w` for each of the points
         below = below[:, None, None]
     from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
@@ -139,7 +134,7 @@ def _differentiate(
         if NEAREST:
             n00 = _corner(counts, k, d, K, D, BK, BD)
             if TO_WEIGHT:
-                by_a += tl.sum(go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2)
+                s00 += tl.sum(go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2)
             if TO_VALUE:
                 tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
         else:
@@ -154,32 +149,42 @@ def _differentiate(
                 at += below * v_s
                 v10 = tl.load(at, mask=n10, other=0).to(ACC)
                 v11 = tl.load(at + v_s, mask=n11, other=0).to(ACC)
-                top = v00 * (1 - fx) + v01 * fx
-                bottom = v10 * (1 - fx) + v11 * fx
-                if TO_WEIGHT:
-                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
-                if TO_LOC:
-                    by_x += tl.sum(go * ((v01 - v00) * (1 - fy) + (v11 - v10) * fy), 2)
-                    by_y += tl.sum(go * (bottom - top), 2)
+                s00 += tl.sum(go * v00, 2)
+                s01 += tl.sum(go * v01, 2)
+                s10 += tl.sum(go * v10, 2)
+                s11 += tl.sum(go * v11, 2)
             if TO_VALUE:
                 to = to_row + d * gv_d
                 ga = go * a[:, :, None]
-                tl.atomic_add(to, ga * ((1 - fx) * (1 - fy)), mask=n00, sem="relaxed")
-                tl.atomic_add(to + gv_s, ga * (fx * (1 - fy)), mask=n01, sem="relaxed")
+                c00, c01, c10, c11 = taps.coefficients(fx[:, None, None], fy[:, None, None])
+                tl.atomic_add(to, ga * c00, mask=n00, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * c01, mask=n01, sem="relaxed")
                 to += below * gv_s
-                tl.atomic_add(to, ga * ((1 - fx) * fy), mask=n10, sem="relaxed")
-                tl.atomic_add(to + gv_s, ga * (fx * fy), mask=n11, sem="relaxed")
-    # A sample that does not count gives zero, whatever the incoming gradient holds.
+                tl.atomic_add(to, ga * c10, mask=n10, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * c11, mask=n11, sem="relaxed")
+    # What is not read gives zero, whatever the incoming gradient holds.
+    if NEAREST:
+        by_a = tl.where(counts[:, None], s00, 0)
+    else:
+        s00 = tl.where(m00[:, None], s00, 0)
+        s01 = tl.where(m01[:, None], s01, 0)
+        s10 = tl.where(m10[:, None], s10, 0)
+        s11 = tl.where(m11[:, None], s11, 0)
+        fx = tl.where(counts, fx, 0)[:, None]
+        fy = tl.where(counts, fy, 0)[:, None]
+        top = s00 * (1 - fx) + s01 * fx
+        bottom = s10 * (1 - fx) + s11 * fx
+        by_a = top * (1 - fy) + bottom * fy
     if TO_WEIGHT:
-        by_a = tl.where(counts[:, None], by_a, 0)
         tl.store(grad_weight[:, None] + (k * gw_k)[None, :], by_a, mask=live[:, None] & group)
     dx = tl.zeros([BJ], ACC)
     dy = tl.zeros([BJ], ACC)
     if TO_LOC:
+        by_x = (s01 - s00) * (1 - fy) + (s11 - s10) * fy
         scale_x = w.to(ACC) if UNIT else 1.0
         scale_y = h.to(ACC) if UNIT else 1.0
         dx = tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
-        dy = tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
+        dy = tl.where(counts, tl.sum(a * (bottom - top), 1) * scale_y, 0)
     return dx, dy
 
 
@@ -214,94 +219,3 @@ def _corner(
     if D % BD != 0:
         read = read & (d < D)
     return read
-
-
-@triton.jit
-def _sample(i, first, queries, G, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """n, q, g, v, p, r of sample number `i` among those of `queries` queries from `first` on."""
-    r = i % R
-    p = i // R % P
-    v = i // (R * P) % V
-    g = i // (R * P * V) % G
-    q = i // (R * P * V) // G % queries
-    n = i // (R * P * V) // G // queries
-    return n, first + q, g, v, p, r
-
-
-@triton.jit(do_not_specialize=["samples", "first", "queries", "S", "G", "nowhere"])
-def scatter(
-    shapes, starts, loc, rows, coefficients,
-    samples, first, queries, S, G, nowhere,
-    l_n, l_q, l_g, l_v, l_p, l_c: tl.constexpr,
-    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
-    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    B: tl.constexpr,
-):  # fmt: skip
-    """For each sample, the rows (n, row, g) that it reads, or `nowhere`, and its coefficients."""
-    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    live = i < samples
-    n, q, g, v, p, r = _sample(i, first, queries, G, V, R, P)
-    at = loc + n * l_n + q * l_q + g * l_g + v * l_v + p * l_p
-    x, y = taps.load_position(at, l_c, live, False, POS)
-    h, w, start, _ = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
-    if NEAREST:
-        row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
-        tl.store(rows + i, tl.where(counts, (n * S + row) * G + g, nowhere), mask=live)
-        tl.store(coefficients + i, tl.full([B], 1, ACC), mask=live)
-    else:
-        row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
-            x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
-        )
-        corner = (n * S + row) * G + g
-        rows += 4 * i
-        coefficients += 4 * i
-        tl.store(rows, tl.where(m00, corner, nowhere), mask=live)
-        tl.store(rows + 1, tl.where(m01, corner + G, nowhere), mask=live)
-        tl.store(rows + 2, tl.where(m10, corner + w * G, nowhere), mask=live)
-        tl.store(rows + 3, tl.where(m11, corner + (w + 1) * G, nowhere), mask=live)
-        c00, c01, c10, c11 = taps.coefficients(fx, fy)
-        tl.store(coefficients, c00, mask=live)
-        tl.store(coefficients + 1, c01, mask=live)
-        tl.store(coefficients + 2, c10, mask=live)
-        tl.store(coefficients + 3, c11, mask=live)
-
-
-@triton.jit(do_not_specialize=["first", "queries", "S", "G"])
-def collect(
-    grad, weight, order, bounds, coefficients, grad_value,
-    first, queries, S, G,
-    g_n, g_q, g_g, g_k, g_d,
-    w_n, w_q, w_g, w_v, w_p, w_r, w_k,
-    gv_n, gv_s, gv_g, gv_k, gv_d,
-    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    TAPS: tl.constexpr, ACC: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Add to a row of `grad_value` what the samples that read it give, in their order."""
-    pid = tl.program_id(0).to(tl.int64)
-    begin = tl.load(bounds + pid)
-    end = tl.load(bounds + pid + 1)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    k = c // D
-    d = c % D
-    if begin < end:
-        acc = tl.zeros([BE, BC], ACC)
-        for e in range(begin, end, BE):
-            live = e + tl.arange(0, BE) < end
-            entry = tl.load(order + e + tl.arange(0, BE), mask=live, other=0)
-            n, q, g, v, p, r = _sample(entry // TAPS, first, queries, G, V, R, P)
-            both = live[:, None] & (c < K * D)[None, :]
-            at = grad + (n * g_n + q * g_q + g * g_g)[:, None] + (k * g_k + d * g_d)[None, :]
-            go = tl.load(at, mask=both, other=0).to(ACC)
-            at = weight + (n * w_n + q * w_q + g * w_g + v * w_v + p * w_p + r * w_r)[:, None]
-            a = tl.load(at + (k * w_k)[None, :], mask=both, other=0).to(ACC)
-            acc += go * a * tl.load(coefficients + entry, mask=live, other=0)[:, None]
-        at = (
-            grad_value
-            + pid // G // S * gv_n
-            + pid // G % S * gv_s
-            + pid % G * gv_g
-            + k * gv_k
-            + d * gv_d
-        )
-        tl.store(at, tl.load(at, mask=c < K * D, other=0) + tl.sum(acc, 0), mask=c < K * D)
