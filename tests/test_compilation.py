@@ -48,6 +48,18 @@ def run(self, *args, grid, warmup, **kwargs):
 
 
 JITFunction.run = run
+
+
+def twice(step):
+    passed.clear()
+    step()  # through Triton, which compiles
+    step()  # the compiled kernel, with arguments of our own making
+    by_triton, by_us = passed[: len(passed) // 2], passed[len(passed) // 2 :]
+    assert [len(args) for args in by_triton] == [len(args) for args in by_us] != []
+    for theirs, ours in zip(sum(by_triton, ()), sum(by_us, ())):
+        assert isinstance(ours, torch.Tensor) or theirs == ours, (theirs, ours)
+
+
 from pliant.kernels.triton import sum as kernels
 from pliant.sampling.problem import Policy
 
@@ -71,15 +83,9 @@ for policy, dtype, g, k, d, v, r, p in (
         lambda: by_size(*args[:5]),
         lambda: back(grad, *args[:5]),
     ):
-        passed.clear()
-        step()  # through Triton, which compiles
-        step()  # the compiled kernel, with arguments of our own making
-        by_triton, by_us = passed[: len(passed) // 2], passed[len(passed) // 2 :]
-        assert [len(args) for args in by_triton] == [len(args) for args in by_us] != []
-        for theirs, ours in zip(sum(by_triton, ()), sum(by_us, ())):
-            assert isinstance(ours, torch.Tensor) or theirs == ours, (theirs, ours)
+        twice(step)
     torch.use_deterministic_algorithms(True)
-    kernels.sample_sum_backward(grad, *args, [True] * 3)
+    twice(lambda: kernels.sample_sum_backward(grad, *args, [True] * 3))
     torch.use_deterministic_algorithms(False)
 
 assert {name for name, _ in compiled} == {"by_query", "by_point", "locate", "fill", "collect"}
@@ -94,11 +100,17 @@ for dtype, c, kernel in (
     k, wide = kernel[0] * kernel[1], 8 - kernel[1] + 1
     offset, mask = torch.zeros(1, 2 * k, 5, wide), torch.zeros(1, k, 5, wide, dtype=dtype)
     args = (input, offset, mask, weight, None, *steps)
-    out = convolution.deform_conv(*args)
-    convolution.deform_columns(input, offset.to(dtype), mask, kernel, *steps)
+    columns = (input, offset.to(dtype), mask, kernel, *steps)
+    twice(lambda: convolution.deform_conv(*args))
+    twice(lambda: convolution.deform_columns(*columns))
     if dtype != torch.float64:
-        convolution_backward.deform_conv_backward(out, *args, [True] * 4 + [False])
-expected = {"convolve", "resample", "transpose", "locate", "fill", "collect", "differentiate"}
+        grad, grad_columns = convolution.deform_conv(*args), convolution.deform_columns(*columns)
+        twice(lambda: convolution_backward.deform_conv_backward(grad, *args, [True] * 5))
+        twice(
+            lambda: convolution_backward.deform_columns_backward(grad_columns, *columns, [True] * 3)
+        )
+expected = {"convolve", "resample", "transpose", "unfold", "product", "locate", "fill", "collect"}
+expected.add("differentiate")
 assert expected <= {name for name, _ in compiled[sums:]}
 least = 101376  # bytes of shared memory on the smallest of these GPUs
 assert all(kernel.metadata.shared <= least or ARCH >= 90 for _, kernel in compiled)

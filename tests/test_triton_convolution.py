@@ -20,12 +20,22 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton.language as tl  # noqa: E402
 
-from pliant.kernels.triton import convolution as forward, convolution_backward as backward  # noqa: E402
+from pliant.kernels.triton import (  # noqa: E402
+    convolution as forward,
+    convolution_backward as backward,
+    launch,
+)
 
 DEVICE = "cuda" if GPU else "cpu"
 CONV, COLUMNS = "deform_conv2d", "deform_columns"
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch):
+    """So that what a test changes is seen, though another had the same signature."""
+    monkeypatch.setattr(launch, "_remembered", {})
 
 
 # The interpreter takes seconds for each: those that differ most, and these in other dtypes too.
@@ -239,6 +249,22 @@ def test_rows_beyond_32_bits(monkeypatch):
     got = backward.deform_conv_backward(out, *tensors, *steps, [True] * 5)
     expected = reference.deform_conv_backward(out.double(), *exactly(tensors), *steps, [True] * 5)
     assert_close(got, expected, F32)
+
+
+@pytest.mark.parametrize("exact", ["tf32x3", "ieee"])
+def test_either_product_gives_the_gradient_of_the_columns(exact, monkeypatch):
+    """Ours, or PyTorch's own."""
+    monkeypatch.setattr(forward, "precision", lambda dtype: exact)
+    case = next(c for c in CASES if c.operator == CONV and str(c).endswith("awkward"))
+    verify(CONV, case.make(F32, DEVICE, 0), "triton")
+
+
+def test_a_program_goes_through_several_pixels(monkeypatch):
+    """As where there are many of them."""
+    tile = forward.collect_tile
+    monkeypatch.setattr(forward, "collect_tile", lambda *args: {**tile(*args), "BP": 4})
+    case = next(c for c in CASES if c.operator == CONV and str(c).endswith("awkward"))
+    verify(CONV, case.make(F32, DEVICE, 0), "triton")
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])

@@ -18,7 +18,7 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import taps
-from .launch import _device_of, start
+from .launch import Launch, run
 
 # What is sorted at a time, for which a sample takes SORTED bytes, is at most as large as the
 # features in the accumulator's dtype, or this.
@@ -241,42 +241,61 @@ def grad_value(
     options: dict[str, object],
 ) -> None:
     """Write the gradient of the features to `out`, some pairs of item and group at a time."""
-    n, s, g, k, d = out.shape
-    q, views, points, scales = loc.shape[1], *loc.shape[3:5], shapes.shape[1]
-    sizes = {"V": views, "R": scales, "P": points}
-    samples = q * views * points * scales  # of a pair
+    n, s, g = out.shape[:3]
+    samples = loc[0, :, 0].numel() // 2 * shapes.shape[1]  # of a pair
     most = max(out.numel() * accumulator(out.dtype).itemsize, AT_ONCE)
+    step = min(most // (samples * SORTED), (2**31 - 2**16) // max(samples, s + 1), n * g)
+    operands = (grad, shapes, starts, loc, weight, out)
+    for first in range(0, n * g, max(step, 1)):
+        _grad_value(*operands, options, samples, first, min(max(step, 1), n * g - first))
+
+
+def _grad_value(
+    grad: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    options: dict[str, object],
+    samples: int,
+    first: int,
+    pairs: int,
+) -> None:
+    s, g, k, d = out.shape[1:]
     wide = out.dtype == torch.float64 or max(samples, s) >= 1 << 27
     index = torch.int64 if wide else torch.int32
-    step = max(1, min(most // (samples * SORTED), n * g, (2**31 - 2**16) // max(samples, s + 1)))
+    many, bins, q = pairs * samples, pairs * (s + 1), loc.shape[1]
+    sizes = {"V": loc.shape[3], "R": shapes.shape[1], "P": loc.shape[4]}
+    blocks, tile = (triton.cdiv(many, 256),), {"B": 256, "num_warps": 4}
+    key = (first, pairs, *options.values())
+    keys = torch.empty(many, dtype=index, device=out.device)
+    run(
+        (shapes, starts, loc, keys), (locate, *key),
+        lambda: Launch(
+            locate, blocks, (many, first, q, s, g, bins, *loc.stride()),
+            **sizes, **options, **tile,
+        ),
+    )  # fmt: skip
+    keys, order = torch.sort(keys, stable=True)
+    places = torch.arange(bins + 1, dtype=index, device=out.device)
+    bounds = torch.searchsorted(keys, places, out_int32=not wide)
+    entries = torch.empty(many, 4, dtype=index, device=out.device)
+    run(
+        (shapes, starts, loc, weight, order, entries), (fill, *key),
+        lambda: Launch(
+            fill, blocks, (many, first, q, s, g, *loc.stride(), *weight.stride()[:-1]),
+            **sizes, K=k, **options, **tile,
+        ),
+    )  # fmt: skip
     bc = min(triton.next_power_of_2(k * d), 64)
-    for first in range(0, n * g, step):
-        pairs = min(step, n * g - first)
-        many, bins = pairs * samples, pairs * (s + 1)
-        blocks = (triton.cdiv(many, 256),)
-        keys = torch.empty(many, dtype=index, device=out.device)
-        with _device_of(out):
-            start(
-                locate, blocks, (shapes, starts, loc, keys),
-                (many, first, q, s, g, bins, *loc.stride()),
-                **sizes, **options, B=256, num_warps=4,
-            )  # fmt: skip
-        keys, order = torch.sort(keys, stable=True)
-        places = torch.arange(bins + 1, dtype=index, device=out.device)
-        bounds = torch.searchsorted(keys, places, out_int32=not wide)
-        entries = torch.empty(many, 4, dtype=index, device=out.device)
-        with _device_of(out):
-            start(
-                fill, blocks, (shapes, starts, loc, weight, order, entries),
-                (many, first, q, s, g, *loc.stride(), *weight.stride()[:-1]),
-                **sizes, K=k, **options, B=256, num_warps=4,
-            )  # fmt: skip
-            start(
-                collect, (pairs * s, triton.cdiv(k * d, bc)),
-                (grad, weight, shapes, starts, bounds, entries, out),
-                (first, s, g, *grad.stride()[:3], *weight.stride(), *out.stride()[:3]),
-                g_k=grad.stride(3), g_d=grad.stride(4), gv_k=out.stride(3), gv_d=out.stride(4),
-                **sizes, K=k, D=d,
-                **{name: options[name] for name in ("NEAREST", "ROW", "ACC")},
-                BE=32, BC=bc, num_warps=1,
-            )  # fmt: skip
+    run(
+        (grad, weight, shapes, starts, bounds, entries, out), (collect, *key),
+        lambda: Launch(
+            collect, (pairs * s, triton.cdiv(k * d, bc)),
+            (first, s, g, *grad.stride()[:3], *weight.stride(), *out.stride()[:3]),
+            g_k=grad.stride(3), g_d=grad.stride(4), gv_k=out.stride(3), gv_d=out.stride(4),
+            **sizes, K=k, D=d, **{name: options[name] for name in ("NEAREST", "ROW", "ACC")},
+            BE=32, BC=bc, num_warps=1,
+        ),
+    )  # fmt: skip

@@ -11,7 +11,7 @@ deformable group: its samples share their positions and meet the same weights.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps
-from .launch import Launch, _device_of, multiprocessors, remembered, start
+from .launch import Launch, _device_of, multiprocessors, remembered
 
 Pair = Sequence[int]
 
@@ -128,7 +128,7 @@ def _filters(
 
 
 @triton.jit
-def _multiply(
+def multiply(
     sample, filters, acc, PRECISION: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr
 ):  # fmt: skip
     if INTERPRET:  # which knows no arithmetic below float32
@@ -200,10 +200,10 @@ def convolve(
             C, CG, CD, RUN, BK, K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
         )  # fmt: skip
         filters = _filters(weight, counts, i - 1, CG, RUN, BK, K)
-        acc = _multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
+        acc = multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
         sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC).to(DTYPE)
     filters = _filters(weight, counts, end - 1, CG, RUN, BK, K)
-    acc = _multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
+    acc = multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
     n += tl.program_id(1).to(tl.int64) * N
     _store(out, bias, acc, n, q, co, q < Q, counts, Q, CO, BIAS, LAST, COG % BN == 0, ROW)
 
@@ -356,12 +356,17 @@ def deform_conv(
         return out.zero_() if bias is None else out.copy_(bias.view(1, co, 1, 1).expand_as(out))
     geometry, exact = Geometry((kh, kw), stride, padding, dilation), precision(input.dtype)
     operands = (input, offset, mask, weight, bias)
-    signature = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in operands)
-    key = (deform_conv, input.device, signature, *map(tuple, geometry), exact)
+    key = (deform_conv, input.device, exact, *signature(operands, geometry))
     plan = remembered(key, lambda: Convolution(*operands, geometry, exact, last))
     with _device_of(input):
         plan(*operands, out)
     return out
+
+
+def signature(operands: Iterable[Tensor | None], geometry: Geometry) -> tuple[Hashable, ...]:
+    """What two problems have in common if the launches of one serve the other."""
+    layouts = (None if x is None else (x.shape, x.stride(), x.dtype) for x in operands)
+    return *layouts, *map(tuple, geometry)
 
 
 class Convolution:
@@ -374,7 +379,7 @@ class Convolution:
         mask: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        geometry: "Geometry",
+        geometry: Geometry,
         exact: str,
         last: bool,
     ) -> None:
@@ -385,6 +390,7 @@ class Convolution:
         splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
         blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
         end = {"BIAS": bias is not None, "LAST": last}
+        self.pixels, self.filters = to_channels_last(input), to_channels_last(weight)
         self.parts = None if splits == 1 else (splits, n, co, ho, wo)
         choices = options(input, offset, mask, weight.new_empty((1, co, ho, wo), device="meta"))
         shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
@@ -413,12 +419,12 @@ class Convolution:
     ) -> None:
         shifts = offset.flatten(2)
         given = shifts if mask is None else mask.flatten(2)
-        filters = channels_last(weight)
+        filters = self.filters(weight)
         added = filters if bias is None else bias.contiguous()
         target = out
         if self.parts is not None:
             target = out.new_empty(self.parts, dtype=accumulator(out.dtype))
-        self.convolve(channels_last(input), shifts, given, filters, added, target)
+        self.convolve(self.pixels(input), shifts, given, filters, added, target)
         if self.parts is not None:
             self.merge(target, added, out)
 
@@ -433,30 +439,39 @@ def deform_columns(
     dilation: Pair,
 ) -> Tensor:
     """The resampled features [N, C, Ho*kh, Wo*kw]."""
-    (n, c, h, w), (ho, wo), (kh, kw) = input.shape, offset.shape[2:], kernel
+    (n, c), (ho, wo), (kh, kw) = input.shape[:2], offset.shape[2:], kernel
     out = torch.empty(n, c, ho * kh, wo * kw, dtype=input.dtype, device=input.device)
     if out.numel() == 0:
         return out
     if input.numel() == 0:
         return out.zero_()
-    geometry = Geometry(kernel, stride, padding, dilation)
-    per_group = c * 2 * kh * kw // offset.shape[1]
-    tile = columns_tile(wo * kw, per_group, input.element_size())
-    align = alignment(wo * kw)
-    grid = (
-        n * ho * kh * triton.cdiv(wo * kw, tile["BJ"]),
-        c // per_group * triton.cdiv(per_group, tile["BC"]),
+    geometry, operands = Geometry(kernel, stride, padding, dilation), (input, offset, mask)
+    key = (deform_columns, input.device, *signature(operands, geometry))
+    pixels, launch = remembered(
+        key, lambda: (to_channels_last(input), _resample(*operands, out, geometry))
     )
     with _device_of(input):
-        shifts, modulation = offset.flatten(2), None if mask is None else mask.flatten(2)
-        given = shifts if modulation is None else modulation
-        start(
-            resample, grid, (channels_last(input), shifts, given, out),
-            (ho * kh, wo * kw // align, h, w, wo, *shifts.stride(), *given.stride()),
-            C=c, CD=per_group, **geometry.constants(), MODULATED=mask is not None, W_ALIGN=align,
-            **options(input, offset, mask, out), **tile,
-        )  # fmt: skip
+        shifts = offset.flatten(2)
+        launch(pixels(input), shifts, shifts if mask is None else mask.flatten(2), out)
     return out
+
+
+def _resample(
+    input: Tensor, offset: Tensor, mask: Tensor | None, out: Tensor, geometry: Geometry
+) -> Launch:
+    (_, c, h, w), (n, _, lines, width), constants = input.shape, out.shape, geometry.constants()
+    per_group = c * 2 * constants["K"] // offset.shape[1]
+    tile = columns_tile(width, per_group, input.element_size())
+    align = alignment(width)
+    shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
+    return Launch(
+        resample,
+        (n * lines * triton.cdiv(width, tile["BJ"]),
+         c // per_group * triton.cdiv(per_group, tile["BC"])),
+        (lines, width // align, h, w, offset.shape[3], *shifts.stride(), *given.stride()),
+        C=c, CD=per_group, **constants, MODULATED=mask is not None, W_ALIGN=align,
+        **options(input, offset, mask, out), **tile,
+    )  # fmt: skip
 
 
 def channel_sizes(
@@ -470,31 +485,67 @@ def channel_sizes(
     }  # fmt: skip
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """`x` [N, C, H, W] with adjacent channels."""
-    if x.is_contiguous(memory_format=torch.channels_last):
-        return x
-    if not x.is_contiguous():
-        return x.contiguous(memory_format=torch.channels_last)
-    out = torch.empty_like(x, memory_format=torch.channels_last)
-    transposed(x, out, x.shape[0], x.shape[1], x.shape[2] * x.shape[3])
-    return out
+def to_channels_last(like: Tensor) -> Callable[[Tensor], Tensor]:
+    """The way from tensors in the layout of `like` [N, C, H, W] to adjacent channels."""
+    if like.is_contiguous(memory_format=torch.channels_last):
+        return lambda x: x
+    if not like.is_contiguous():
+        return lambda x: x.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = like.shape
+    turn = transposition(n, c, h * w)
+
+    def run(x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.channels_last)
+        turn(x, out)
+        return out
+
+    return run
 
 
-def transposed(source: Tensor, target: Tensor, batch: int, rows: int, columns: int) -> None:
-    """Write [batch, rows, columns] in `source` as [batch, columns, rows] to `target`."""
+def from_channels_last(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The way from adjacent channels to the layout and dtype of `like`, the second argument."""
+    if like.is_contiguous(memory_format=torch.channels_last):
+        return lambda x, like: x.to(like.dtype)
+    if not torch.empty_like(like, device="meta").is_contiguous():
+        return lambda x, like: torch.empty_like(like).copy_(x)
+    n, c, h, w = like.shape
+    turn = transposition(n, h * w, c)
+
+    def run(x: Tensor, like: Tensor) -> Tensor:
+        out = torch.empty_like(like)
+        turn(x, out)
+        return out
+
+    return run
+
+
+def last_format(like: Tensor) -> torch.memory_format:
+    """For a tensor in the layout that `to_channels_last` gives."""
+    last = like.is_contiguous(memory_format=torch.channels_last)
+    return torch.preserve_format if last else torch.channels_last
+
+
+def transposition(batch: int, rows: int, columns: int) -> Callable[[Tensor, Tensor], None]:
+    """The way from [batch, rows, columns] in one tensor to [batch, columns, rows] in another."""
     tile = transpose_tile(rows, columns)
     r, s = alignment(rows), alignment(columns)
     blocks = triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
     most = 65535  # that a grid's second axis holds
-    for first in range(0, batch, most):
-        some = slice(first, first + most)
-        start(
-            transpose, (blocks, min(batch - first, most)),
-            (source, target) if batch <= most else (source[some], target[some]),
-            (rows // r, columns // s),
+    launches = [
+        Launch(
+            transpose, (blocks, min(batch - first, most)), (rows // r, columns // s),
             R_ALIGN=r, S_ALIGN=s, **tile,
-        )  # fmt: skip
+        )
+        for first in range(0, batch, most)
+    ]  # fmt: skip
+
+    def run(source: Tensor, target: Tensor) -> None:
+        for i, launch in enumerate(launches):
+            if i > 0:
+                source, target = source[most:], target[most:]
+            launch(source, target)
+
+    return run
 
 
 def alignment(size: int) -> int:
@@ -589,13 +640,25 @@ def transpose_tile(rows: int, columns: int) -> dict[str, int]:
     return {"BR": 64, "BS": 64, "num_warps": 4}
 
 
+def product_tile(outputs: int, row: int) -> dict[str, int]:
+    """Rows and columns of a tile, and channels that are multiplied at a time."""
+    bn, bk = (
+        min(max(triton.next_power_of_2(x), 16), most) for x, most in ((row, 64), (outputs, 32))
+    )
+    return {"BM": 128, "BN": bn, "BK": bk, "num_warps": 4, "num_stages": 3}
+
+
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
-    """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads."""
+    """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
+    need no second block of channels, four times as many.
+    """
     bc = min(triton.next_power_of_2(channels), 128 // element)
-    return {"BM": min(2048 // (bc * element), 128), "BC": bc, "num_warps": 4}
+    positions = 2048 // (bc * element) * (4 if channels <= bc else 1)
+    return {"BM": min(positions, 128), "BC": bc, "num_warps": 4}
 
 
-def collect_tile(channels: int, element: int) -> dict[str, int]:
+def collect_tile(channels: int, element: int, pixels: int, device: torch.device) -> dict[str, int]:
     """Pixels that a program goes through, and samples, one a lane, and channels that it adds."""
     bc = min(triton.next_power_of_2(channels), 64)
-    return {"BP": 4, "BE": min(128 // element, 32), "BC": bc, "num_warps": 1}
+    many = pixels * triton.cdiv(channels, bc) >= 256 * multiprocessors(device)
+    return {"BP": 4 if many else 1, "BE": min(128 // element, 32), "BC": bc, "num_warps": 1}

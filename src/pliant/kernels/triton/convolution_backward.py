@@ -6,11 +6,14 @@ The gradient of the columns exists for some images at a time, [groups, positions
 `collect`          the gradient of the input: a pixel sums over the samples in four cells around it
 `differentiate`    the gradients of offset and mask, and the columns, for the gradient of the weight
 
-The products with the weight and with the columns are PyTorch's own.
+The products with the weight and with the columns are PyTorch's own, but for `product`: three
+products of tf32 are faster than one in float32 and as precise.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,8 +23,19 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, convolution as forward, taps
-from .convolution import Geometry, Pair, blend, load_corners, sides, tap
-from .launch import _device_of, start
+from .convolution import (
+    Geometry,
+    Pair,
+    blend,
+    from_channels_last,
+    last_format,
+    load_corners,
+    multiply,
+    sides,
+    tap,
+    to_channels_last,
+)
+from .launch import Launch, _device_of, remembered
 
 Grads = tuple[Tensor | None, ...]
 
@@ -239,6 +253,35 @@ def differentiate(
         tl.store(at + go_c, a * ((s01 - s00) * (1 - fy) + (s11 - s10) * fy), mask=live)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def product(
+    grad, filters, columns, rows,
+    C: tl.constexpr, CO: tl.constexpr, CG: tl.constexpr, COG: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the columns, [groups, rows, K * CG], by that of the outputs, [rows, CO]."""
+    N: tl.constexpr = K * CG
+    EVEN: tl.constexpr = COG % BK == 0
+    blocks = tl.cdiv(rows, BM)
+    pid = tl.program_id(0)
+    m = pid % blocks * BM + tl.arange(0, BM)
+    g = (pid // blocks % (C // CG)).to(tl.int64)
+    n = pid // blocks // (C // CG) * BN + tl.arange(0, BN)
+    line = m.to(tl.int64)[:, None]
+    acc = tl.zeros([BM, BN], ACC)
+    for first in range(0, COG, BK):
+        c = first + tl.arange(0, BK)
+        at = grad + g * COG + line * CO + c[None, :]
+        come = tl.load(at, mask=sides(m < rows, c < COG, EVEN), other=0)
+        at = filters + (g * COG + c)[:, None] * N + n[None, :]
+        counts = (n < N)[None, :]
+        weights = tl.load(at, mask=counts if EVEN else (c < COG)[:, None] & counts, other=0)
+        acc = multiply(come, weights, acc, PRECISION, ACC, INTERPRET)
+    at = columns + (g * rows + line) * N + n[None, :]
+    tl.store(at, acc, mask=sides(m < rows, n < N, N % BN == 0))
+
+
 # Launchers
 
 
@@ -255,32 +298,63 @@ class Chunk(NamedTuple):
         return self.images * self.part
 
 
-class Bins(NamedTuple):
-    """The samples, cell by cell."""
+class Flat:
+    """How kernels take [N, C, Ho, Wo] as [N, C, Ho*Wo], and how they give its gradient.
 
-    bounds: Tensor  # [cells + 1], where the samples of a cell begin
-    rows: Tensor  # [samples], (n * Q + q) * K + k
-    coefficients: Tensor  # [samples, 4], of the corners, times the modulation
+    They go by strides: the tensor itself will do, unless it has none for Ho*Wo.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        grad = torch.empty_like(x, device="meta")
+        self.strides, self.grad_strides = x.flatten(2).stride(), grad.flatten(2).stride()
+        self.copied, self.grad_copied = not _flat(x), not _flat(grad)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.contiguous() if self.copied else x
+
+    def empty(self, x: Tensor) -> Tensor:
+        """Room for the gradient of `x`."""
+        form = torch.contiguous_format if self.grad_copied else torch.preserve_format
+        return torch.empty_like(x, memory_format=form)
+
+    def finished(self, grad: Tensor, x: Tensor) -> Tensor:
+        """`grad` in the layout that a gradient of `x` has."""
+        return torch.empty_like(x).copy_(grad) if self.grad_copied else grad
+
+
+def _flat(x: Tensor) -> bool:
+    return 1 in x.shape[2:] or x.stride(2) == x.shape[3] * x.stride(3)
 
 
 class Problem(NamedTuple):
-    """The operands as the kernels take them."""
+    """What launches are planned by."""
 
-    pixels: Tensor  # [N, C, H, W], channels last
-    offset: Tensor  # [N, 2*dg*K, Q]
-    mask: Tensor | None  # [N, dg*K, Q]
+    size: torch.Size  # N, C, H, W
+    element: int  # bytes of a feature
+    positions: int  # Ho * Wo
     width: int  # Wo
+    offset: Flat
+    modulation: Flat
+    modulated: bool
     constants: dict[str, int]
     sizes: dict[str, int]
     options: dict[str, object]
 
     @property
-    def modulation(self) -> Tensor:
-        return self.offset if self.mask is None else self.mask
-
-    @property
     def groups(self) -> int:
         return self.sizes["C"] // self.sizes["CD"]
+
+
+class Step(NamedTuple):
+    """A chunk, `rows` positions from `first` on in the batch, and its launches that are needed."""
+
+    first: int
+    rows: int
+    columns: tuple[int, ...]  # [rows, K * C] or [groups, rows, K * C/groups]
+    unfold: Launch | None
+    product: Launch | None
+    collect: Launch | None
+    differentiate: Launch | None
 
 
 def deform_conv_backward(
@@ -296,23 +370,13 @@ def deform_conv_backward(
     needs: Sequence[bool],
 ) -> Grads:
     """Gradients of input, offset, mask, weight and bias."""
-    co, cg, kh, kw = weight.shape
-    geometry = Geometry((kh, kw), stride, padding, dilation)
-    grad_bias = None
-    with _device_of(input):
-        if input.numel() and grad.numel():
-            grad = forward.channels_last(grad.to(input.dtype))
-        if needs[4] and bias is not None:  # in two steps, the first of which has many sums to share
-            grad_bias = grad.sum(3, dtype=accumulator(input.dtype)).sum((0, 2)).to(bias.dtype)
-        if not (input.numel() and grad.numel() and any(needs[:4])):
-            return *_zeros((input, offset, mask, weight), needs[:4]), grad_bias
-        problem = _problem(input, offset, mask, co, cg, geometry)
-        *grads, by_group = _gradients(problem, input, offset, mask, grad, weight, needs[:4])
-        grad_weight = None
-        if by_group is not None:
-            grad_weight = torch.empty_like(weight)
-            grad_weight.copy_(by_group.view(co, kh, kw, cg).permute(0, 3, 1, 2))
-    return *grads, grad_weight, grad_bias
+    *others, to_bias = needs
+    added = bias if to_bias else None
+    if input.numel() and grad.numel() and any(others):
+        geometry = Geometry(weight.shape[2:], stride, padding, dilation)
+        return _gradients(grad, input, offset, mask, weight, added, geometry, others)
+    grads = _zeros((input, offset, mask, weight), others)
+    return *grads, None if added is None else _grad_bias(grad.to(input.dtype), added)
 
 
 def deform_columns_backward(
@@ -327,13 +391,10 @@ def deform_columns_backward(
     needs: Sequence[bool],
 ) -> Grads:
     """Gradients of input, offset and mask."""
-    if not (input.numel() and grad.numel() and any(needs)):
-        return _zeros((input, offset, mask), needs)
-    geometry = Geometry(kernel, stride, padding, dilation)
-    with _device_of(input):
-        problem = _problem(input, offset, mask, 0, input.shape[1], geometry)
-        grad = grad.contiguous()
-        return _gradients(problem, input, offset, mask, grad, None, (*needs, False))[:3]
+    if input.numel() and grad.numel() and any(needs):
+        geometry = Geometry(kernel, stride, padding, dilation)
+        return _gradients(grad, input, offset, mask, None, None, geometry, (*needs, False))[:3]
+    return _zeros((input, offset, mask), needs)
 
 
 def _zeros(operands: Grads, needs: Sequence[bool]) -> Grads:
@@ -341,79 +402,141 @@ def _zeros(operands: Grads, needs: Sequence[bool]) -> Grads:
     return tuple(torch.zeros_like(x) if need and x is not None else None for x, need in given)
 
 
-def _problem(
-    input: Tensor, offset: Tensor, mask: Tensor | None, outputs: int, cg: int, geometry: Geometry
-) -> Problem:
-    constants = geometry.constants()
-    return Problem(
-        forward.channels_last(input),
-        offset.flatten(2),
-        None if mask is None else mask.flatten(2),
-        offset.shape[3],
-        constants,
-        forward.channel_sizes(input.shape[1], outputs, cg, offset.shape[1] // (2 * constants["K"])),
-        forward.options(input, offset, mask),
-    )
+def _grad_bias(grad: Tensor, bias: Tensor) -> Tensor:
+    """In two steps, the first of which has many sums to share."""
+    return grad.sum(3, dtype=accumulator(grad.dtype)).sum((0, 2)).to(bias.dtype)
 
 
 def _gradients(
-    problem: Problem,
+    grad: Tensor,
     input: Tensor,
     offset: Tensor,
     mask: Tensor | None,
-    grad: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
+    geometry: Geometry,
     needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, offset and mask, and of the weight as [groups, Co/groups, K * C/groups].
+) -> Grads:
+    """Gradients of a convolution or, without a weight, of columns."""
+    operands = (grad, input, offset, mask, weight)
+    sort, exact = torch.are_deterministic_algorithms_enabled(), forward.precision(input.dtype)
+    key = (Gradients, input.device, sort, exact, *needs, *forward.signature(operands, geometry))
+    with _device_of(input):
+        plan = remembered(key, lambda: Gradients(*operands, geometry, needs, sort, exact))
+        return plan(*operands, bias)
 
-    `grad` is that of the output, channels last, or, without a weight, of the columns.
-    """
-    to_input, to_offset, to_mask, to_weight = needs
-    n, c = input.shape[:2]
-    q, cg, k = problem.offset.shape[2], problem.sizes["CG"], problem.constants["K"]
-    sums = accumulator(input.dtype)
-    # In float32 the columns take the place of their gradient. In half precision the gradient is not
-    # rounded, since that of an offset in float32 needs all of it.
-    stored = input.dtype if weight is None else sums
-    apart = to_weight and stored != input.dtype
-    sampled = to_input or to_offset or (to_mask and mask is not None)
-    chunks = list(chunked(n, q, k * c * (stored.itemsize + apart * input.element_size())))
-    space = chunks[0].rows * k * c
-    grad_scratch = input.new_empty(space if sampled or not apart else 0, dtype=stored)
-    # The interpreter rounds badly to bfloat16.
-    scratch = input.new_empty(space, dtype=sums if INTERPRET else None) if apart else grad_scratch
-    grad_offset = torch.empty_like(offset) if to_offset else None
-    grad_mask = torch.empty_like(mask) if to_mask and mask is not None else None
-    flat_offset, flat_mask = (None if x is None else x.flatten(2) for x in (grad_offset, grad_mask))
-    grad_pixels = bins = filters = by_group = None
-    if to_input:
+
+class Gradients:
+    """The launches for gradients with one signature, and all else that it fixes."""
+
+    def __init__(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        offset: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        geometry: Geometry,
+        needs: Sequence[bool],
+        sort: bool,
+        exact: str,
+    ) -> None:
+        to_input, self.to_offset, to_mask, self.to_weight = needs
+        self.to_mask = to_mask and mask is not None
+        self.sampled = to_input or self.to_offset or self.to_mask
+        (n, c), (ho, wo), constants = input.shape[:2], offset.shape[2:], geometry.constants()
+        co, cg = (0, c) if weight is None else weight.shape[:2]
+        q, k, groups = ho * wo, constants["K"], c // cg
+        self.offset, self.modulation = Flat(offset), Flat(offset if mask is None else mask)
+        problem = Problem(
+            input.shape, input.element_size(), q, wo,
+            self.offset, self.modulation, mask is not None, constants,
+            forward.channel_sizes(c, co, cg, offset.shape[1] // (2 * k)),
+            forward.options(input, offset, mask),
+        )  # fmt: skip
+        self.dtype, self.device, sums = input.dtype, input.device, accumulator(input.dtype)
+        # In float32 the columns take the place of their gradient. In half precision the gradient is
+        # not rounded, since that of an offset in float32 needs all of it.
+        stored = input.dtype if weight is None else sums
+        apart = self.to_weight and stored != input.dtype
+        rounded = sums if INTERPRET else input.dtype  # it rounds badly to bfloat16
+        self.stored = stored if self.sampled or not apart else rounded
+        self.apart = rounded if self.sampled and apart else None
+        chunks = list(chunked(n, q, k * c * (stored.itemsize + apart * input.element_size())))
         split = chunks[0].part < q  # then sums go over several chunks
-        grad_pixels = torch.empty_like(problem.pixels, dtype=sums if split else None)
-        bins = _bins(problem)
-    if weight is not None:
-        filters = forward.channels_last(weight).permute(0, 2, 3, 1).reshape(c // cg, -1, k * cg)
-    for chunk in chunks:
-        shape, here = (c // cg, chunk.rows, k * cg), chunk.rows * k * c
-        grad_columns, columns = (
-            x[:here].view(shape) if x.numel() else x for x in (grad_scratch, scratch)
-        )
-        outputs = None if weight is None else _outputs(grad, chunk, q, c // cg)
-        if sampled and outputs is not None and filters is not None:
-            _multiply(outputs, filters, grad_columns)
-        elif sampled:
-            _unfold(problem, chunk, grad, grad_columns)
-        if bins is not None and grad_pixels is not None:
-            _collect(problem, chunk, bins, grad_columns, grad_pixels)
-        if to_weight or flat_offset is not None or flat_mask is not None:
-            _differentiate(problem, chunk, grad_columns, columns, flat_offset, flat_mask, to_weight)
-        if to_weight and outputs is not None:
-            by_group = _add_product(by_group, outputs.transpose(1, 2), columns, sums)
-    for flat, whole in ((flat_offset, grad_offset), (flat_mask, grad_mask)):
-        if flat is not None and whole is not None and flat.data_ptr() != whole.data_ptr():
-            whole.copy_(flat.view(whole.shape))  # its strides do not allow a flat view
-    grad_input = None if grad_pixels is None else _as_input(grad_pixels, input)
-    return grad_input, grad_offset, grad_mask, by_group
+
+        self.pixels, self.grad_input = to_channels_last(input), from_channels_last(input)
+        self.last, self.summed = last_format(input), sums if split else input.dtype
+        self.bins = Bins(problem, input, sort) if to_input else None
+        self.products = None if weight is None else Products(grad.to(input.dtype), weight, groups)
+        wanted = (self.to_offset, self.to_mask, self.to_weight)
+        ours = self.sampled and weight is not None and exact == "tf32x3"
+        self.steps = [
+            Step(
+                chunk.image * q + chunk.first,
+                chunk.rows,
+                (chunk.rows, k * c) if groups == 1 else (groups, chunk.rows, k * cg),
+                _unfold(problem, chunk, grad) if self.sampled and weight is None else None,
+                _product(problem, chunk, exact) if ours else None,
+                None if self.bins is None else _collect(problem, chunk, input, stored, self.bins),
+                _differentiate(problem, chunk, *wanted) if any(wanted) else None,
+            )
+            for chunk in chunks
+        ]
+
+    def __call__(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        offset: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Grads:
+        pixels, shifts = self.pixels(input), self.offset(offset)
+        given = shifts if mask is None else self.modulation(mask)
+        grad_offset = self.offset.empty(offset) if self.to_offset else None
+        grad_mask = self.modulation.empty(mask) if self.to_mask and mask is not None else None
+        go = shifts if grad_offset is None else grad_offset
+        ga = given if grad_mask is None else grad_mask
+        grad_pixels = grad_input = grad_filters = grad_weight = grad_bias = None
+        bins: tuple[Tensor, ...] = ()
+        if self.bins is not None:
+            grad_pixels = torch.empty_like(input, dtype=self.summed, memory_format=self.last)
+            bins = self.bins(shifts, given)
+        products = self.products
+        if products is None or weight is None:
+            grad = filters = grad.contiguous()
+        else:
+            grad = products.to_rows(grad.to(self.dtype))
+            filters = products.filters(weight) if self.sampled else grad
+            grad_bias = None if bias is None else _grad_bias(grad, bias)
+        space = torch.empty(self.steps[0].columns, dtype=self.stored, device=self.device)
+        other = space if self.apart is None else torch.empty_like(space, dtype=self.apart)
+        for step in self.steps:
+            grad_columns, columns = _cut(space, step.columns), _cut(other, step.columns)
+            outputs = grad if products is None else products.outputs(grad, step.first, step.rows)
+            if step.unfold is not None:
+                step.unfold(grad, grad_columns)
+            elif step.product is not None:
+                step.product(outputs, filters, grad_columns)
+            elif products is not None and self.sampled:
+                products.multiply(outputs, filters, out=grad_columns)
+            if step.collect is not None and grad_pixels is not None:
+                step.collect(grad_columns, *bins, grad_pixels)
+            if step.differentiate is not None:
+                step.differentiate(pixels, shifts, given, grad_columns, columns, go, ga)
+            if products is not None and self.to_weight:
+                grad_filters = products.grad_filters(grad_filters, outputs, columns)
+        if grad_pixels is not None:
+            grad_input = self.grad_input(grad_pixels, input)
+        if grad_offset is not None:
+            grad_offset = self.offset.finished(grad_offset, offset)
+        if grad_mask is not None and mask is not None:
+            grad_mask = self.modulation.finished(grad_mask, mask)
+        if products is not None and grad_filters is not None and weight is not None:
+            grad_weight = products.grad_weight(grad_filters, weight)
+        return grad_input, grad_offset, grad_mask, grad_weight, grad_bias
 
 
 def chunked(images: int, positions: int, position_bytes: int) -> Iterator[Chunk]:
@@ -430,86 +553,148 @@ def chunked(images: int, positions: int, position_bytes: int) -> Iterator[Chunk]
                 yield Chunk(image, 1, first, min(part, positions - first))
 
 
-def _bins(problem: Problem) -> Bins:
-    """Sort the samples of the batch by cell, stably in the deterministic mode: 24 bytes each."""
-    (n, _, h, w), q, device = problem.pixels.shape, problem.offset.shape[2], problem.offset.device
-    samples = n * problem.groups * problem.constants["K"] * q
-    cells = n * problem.groups * (h + 1) * (w + 1)
-    wide = max(samples, cells) >= 2**31 - 2**16
-    index = torch.int64 if wide else torch.int32
-    choices = {**problem.options, **({"ROW": tl.int64} if wide else {})}
-    sort = torch.are_deterministic_algorithms_enabled()
-    keys = torch.empty(samples, dtype=index, device=device)
-    counts = torch.zeros(cells + 1, dtype=index, device=device)
-    where = (q, h, w, problem.width, *problem.offset.stride())
-    tile = {"B": 256, "num_warps": 4}
-    blocks = triton.cdiv(samples, tile["B"])
-    start(
-        locate, (blocks,), (problem.offset, counts, keys), (samples, cells, *where, problem.groups),
-        SORT=sort, **problem.constants, **choices, **tile,
+def _cut(space: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As much of contiguous `space` as [*shape] takes."""
+    return space if space.shape == shape else space.view(-1)[: math.prod(shape)].view(shape)
+
+
+class Products:
+    """Products with a weight: of matrices or, with groups, of stacks of them."""
+
+    def __init__(self, grad: Tensor, weight: Tensor, groups: int) -> None:
+        co, cg, kh, kw = weight.shape
+        each, row = co // groups, kh * kw * cg
+        one = groups == 1  # the way to the faster routines
+        self.multiply = _summed(torch.mm if one else torch.bmm, weight)
+        self.add = _summed(torch.addmm if one else torch.baddbmm, weight)
+        self.to_rows, self.to_filters = to_channels_last(grad), to_channels_last(weight)
+        self.stack, self.each, self.strides = (groups,)[one:], each, (each, co, 1)[one:]
+        self.matrix = (groups, each, row)[one:], (each * row, row, 1)[one:]
+        self.split = (groups, each, cg, kh, kw)
+        self.turned = (row * each, 1, each, kw * cg * each, cg * each)
+
+    def outputs(self, grad: Tensor, first: int, rows: int) -> Tensor:
+        """Rows of channels-last `grad`, [rows, Co] or [groups, rows, Co/groups]."""
+        at = grad.storage_offset() + first * self.strides[-2]
+        return grad.as_strided((*self.stack, rows, self.each), self.strides, at)
+
+    def filters(self, weight: Tensor) -> Tensor:
+        """[Co, K * C/groups] or [groups, Co/groups, K * C/groups]."""
+        return self.to_filters(weight).as_strided(*self.matrix)
+
+    def grad_filters(self, so_far: Tensor | None, outputs: Tensor, columns: Tensor) -> Tensor:
+        """`so_far` plus [K * C/groups, Co/groups] for each group: this way round it is faster."""
+        factors = columns.mT, outputs
+        return self.multiply(*factors) if so_far is None else self.add(so_far, *factors)
+
+    def grad_weight(self, grad_filters: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(weight)
+        out.view(self.split).copy_(grad_filters.as_strided(self.split, self.turned))
+        return out
+
+
+def _summed(multiply: Callable[..., Tensor], factor: Tensor) -> Callable[..., Tensor]:
+    """`multiply` whose result has the dtype in which it sums."""
+    sums = accumulator(factor.dtype)
+    if factor.dtype == sums:
+        return multiply
+    if factor.is_cuda:
+        return functools.partial(multiply, out_dtype=sums)
+    return lambda *factors, **out: multiply(*(x.to(sums) for x in factors), **out)
+
+
+class Bins:
+    """The samples of a batch sorted by cell, stably in the deterministic mode: 24 bytes each."""
+
+    def __init__(self, problem: Problem, like: Tensor, sort: bool) -> None:
+        n, _, h, w = problem.size
+        self.sums, self.device, self.sort = accumulator(like.dtype), like.device, sort
+        self.samples = n * problem.groups * problem.constants["K"] * problem.positions
+        self.cells = n * problem.groups * (h + 1) * (w + 1)
+        self.wide = max(self.samples, self.cells) >= 2**31 - 2**16
+        self.index = torch.int64 if self.wide else torch.int32
+        where = (problem.positions, h, w, problem.width, *problem.offset.strides)
+        choices = {**problem.constants, **problem.options}
+        if self.wide:
+            choices["ROW"] = tl.int64
+        tile = {"B": 256, "num_warps": 4}
+        blocks = triton.cdiv(self.samples, tile["B"])
+        self.locate = Launch(
+            locate, (blocks,), (self.samples, self.cells, *where, problem.groups),
+            SORT=sort, **choices, **tile,
+        )  # fmt: skip
+        self.fill = Launch(
+            fill, (blocks,), (self.samples, *where, *problem.modulation.strides, problem.groups),
+            MODULATED=problem.modulated, SORT=sort, **choices, **tile,
+        )  # fmt: skip
+
+    def __call__(self, offset: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[cells + 1], where the samples of a cell begin; and cell by cell, their rows and factors.
+
+        Those are [samples], (n * Q + q) * K + k, and [samples, 4], the coefficients of the corners
+        times the modulation.
+        """
+        index, device = self.index, self.device
+        keys = torch.empty(self.samples, dtype=index, device=device)
+        counts = torch.zeros(self.cells + 1, dtype=index, device=device)
+        self.locate(offset, counts, keys)
+        if self.sort:
+            sorted_keys, keys = torch.sort(keys, stable=True)
+            places = torch.arange(self.cells + 1, dtype=index, device=device)
+            bounds = torch.searchsorted(sorted_keys, places, out_int32=not self.wide)
+        else:
+            bounds = torch.cumsum(counts, 0, dtype=index)
+        rows = torch.empty(self.samples, dtype=index, device=device)
+        coefficients = torch.empty(self.samples, 4, dtype=self.sums, device=device)
+        self.fill(offset, modulation, bounds, keys, rows, coefficients)
+        return bounds, rows, coefficients
+
+
+def _product(problem: Problem, chunk: Chunk, exact: str) -> Launch:
+    sizes, k = problem.sizes, problem.constants["K"]
+    row = k * sizes["CG"]
+    tile = forward.product_tile(sizes["COG"], row)
+    blocks = triton.cdiv(chunk.rows, tile["BM"]) * triton.cdiv(row, tile["BN"])
+    return Launch(
+        product, (blocks * (sizes["C"] // sizes["CG"]),), (chunk.rows,),
+        **{name: sizes[name] for name in ("C", "CO", "CG", "COG")}, K=k, PRECISION=exact,
+        ACC=problem.options["ACC"], INTERPRET=INTERPRET, **tile,
     )  # fmt: skip
-    if sort:
-        sorted_keys, keys = torch.sort(keys, stable=True)
-        places = torch.arange(cells + 1, dtype=index, device=device)
-        bounds = torch.searchsorted(sorted_keys, places, out_int32=not wide)
-    else:
-        bounds = torch.cumsum(counts, 0, dtype=index)
-    rows = torch.empty(samples, dtype=index, device=device)
-    acc = accumulator(problem.pixels.dtype)
-    coefficients = torch.empty(samples, 4, dtype=acc, device=device)
-    start(
-        fill, (blocks,),
-        (problem.offset, problem.modulation, bounds, keys, rows, coefficients),
-        (samples, *where, *problem.modulation.stride(), problem.groups),
-        MODULATED=problem.mask is not None, SORT=sort, **problem.constants, **choices, **tile,
-    )  # fmt: skip
-    return Bins(bounds, rows, coefficients)
 
 
 def _collect(
-    problem: Problem, chunk: Chunk, bins: Bins, columns: Tensor, grad_pixels: Tensor
-) -> None:
-    h, w = grad_pixels.shape[2:]
-    sizes, k, q = problem.sizes, problem.constants["K"], problem.offset.shape[2]
+    problem: Problem, chunk: Chunk, input: Tensor, stored: torch.dtype, bins: Bins
+) -> Launch:
+    (_, _, h, w), sizes, k = problem.size, problem.sizes, problem.constants["K"]
     pixels = chunk.images * h * w
-    tile = forward.collect_tile(sizes["CD"], columns.element_size())
-    wide = bins.rows.dtype == torch.int64
-    blocks = (triton.cdiv(pixels, tile["BP"]), problem.groups, triton.cdiv(sizes["CD"], tile["BC"]))
-    start(
-        collect, blocks, (columns, bins.bounds, bins.rows, bins.coefficients, grad_pixels),
-        ((chunk.image * q + chunk.first) * k, chunk.rows * k, pixels, chunk.image * h * w,
-         h, w, problem.groups),
+    tile = forward.collect_tile(sizes["CD"], stored.itemsize, pixels * problem.groups, input.device)
+    return Launch(
+        collect,
+        (triton.cdiv(pixels, tile["BP"]), problem.groups, triton.cdiv(sizes["CD"], tile["BC"])),
+        ((chunk.image * problem.positions + chunk.first) * k, chunk.rows * k, pixels,
+         chunk.image * h * w, h, w, problem.groups),
         C=sizes["C"], CG=sizes["CG"], CD=sizes["CD"], ADD=chunk.first > 0,
-        ROW=tl.int64 if wide else problem.options["ROW"], ACC=problem.options["ACC"], **tile,
+        ROW=tl.int64 if bins.wide else problem.options["ROW"], ACC=problem.options["ACC"], **tile,
     )  # fmt: skip
 
 
 def _differentiate(
-    problem: Problem,
-    chunk: Chunk,
-    grad_columns: Tensor,
-    columns: Tensor,
-    grad_offset: Tensor | None,
-    grad_mask: Tensor | None,
-    to_weight: bool,
-) -> None:
-    sizes, pixels = problem.sizes, problem.pixels
-    tile = forward.differentiate_tile(sizes["RUN"], pixels.element_size())
-    go = problem.offset if grad_offset is None else grad_offset
-    ga = problem.modulation if grad_mask is None else grad_mask
+    problem: Problem, chunk: Chunk, to_offset: bool, to_mask: bool, to_weight: bool
+) -> Launch:
+    sizes, offset, modulation = problem.sizes, problem.offset, problem.modulation
+    tile = forward.differentiate_tile(sizes["RUN"], problem.element)
     blocks = triton.cdiv(chunk.part, tile["BM"]) * chunk.images
-    start(
+    return Launch(
         differentiate, (blocks, problem.constants["K"], problem.groups),
-        (pixels, problem.offset, problem.modulation, grad_columns, columns, go, ga),
-        (chunk.first, chunk.part, chunk.image, chunk.rows, *pixels.shape[2:], problem.width,
-         *problem.offset.stride(), *problem.modulation.stride(), *go.stride(), *ga.stride()),
+        (chunk.first, chunk.part, chunk.image, chunk.rows, *problem.size[2:], problem.width,
+         *offset.strides, *modulation.strides, *offset.grad_strides, *modulation.grad_strides),
         **{name: sizes[name] for name in ("C", "CG", "CD", "RUN")}, **problem.constants,
-        MODULATED=problem.mask is not None, TO_OFFSET=grad_offset is not None,
-        TO_MASK=grad_mask is not None, TO_WEIGHT=to_weight, **problem.options, **tile,
+        MODULATED=problem.modulated, TO_OFFSET=to_offset, TO_MASK=to_mask, TO_WEIGHT=to_weight,
+        **problem.options, **tile,
     )  # fmt: skip
 
 
-def _unfold(problem: Problem, chunk: Chunk, grad: Tensor, columns: Tensor) -> None:
+def _unfold(problem: Problem, chunk: Chunk, grad: Tensor) -> Launch:
     """Bring the gradient of the columns [N, C, Ho*kh, Wo*kw] into rows, for a chunk's positions."""
     (_, c, lines, width), constants = grad.shape, problem.constants
     kh = constants["K"] // constants["KW"]
@@ -519,57 +704,10 @@ def _unfold(problem: Problem, chunk: Chunk, grad: Tensor, columns: Tensor) -> No
     align = forward.alignment(width)
     blocks = chunk.images * touched * kh * triton.cdiv(width, tile["BJ"])
     wide = grad[:1].numel() >= 2**31 - 2**16
-    start(
-        forward.unfold, (blocks, triton.cdiv(c, tile["BC"])), (grad, columns),
+    return Launch(
+        forward.unfold, (blocks, triton.cdiv(c, tile["BC"])),
         (lines, width // align, problem.width,
          chunk.first, chunk.part, chunk.image, top * kh, touched * kh),
         C=c, K=constants["K"], KW=constants["KW"], W_ALIGN=align,
         ROW=tl.int64 if wide else tl.int32, **tile,
     )  # fmt: skip
-
-
-def _outputs(grad: Tensor, chunk: Chunk, positions: int, groups: int) -> Tensor:
-    """The gradients of a chunk's outputs, [groups, rows, Co/groups]."""
-    first = chunk.image * positions + chunk.first
-    rows = grad.permute(0, 2, 3, 1).reshape(-1, grad.shape[1])[first : first + chunk.rows]
-    return rows.view(chunk.rows, groups, -1).transpose(0, 1)
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write a @ b to `out`, for every group, in its dtype."""
-    a, b, more = _factors(a, b, out.dtype)
-    if len(a) == 1:  # the way to the faster routines
-        torch.mm(a[0], b[0], out=out[0], **more)
-    else:
-        torch.bmm(a, b, out=out, **more)
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, sums: torch.dtype) -> Tensor:
-    """`total` + a @ b, for every group, in `sums`."""
-    product: Tensor
-    a, b, more = _factors(a, b, sums)
-    if len(a) == 1:
-        one = (a[0], b[0]) if total is None else (total[0], a[0], b[0])
-        product = (torch.mm if total is None else torch.addmm)(*one, **more)
-        return product[None]
-    product = torch.bmm(a, b, **more) if total is None else torch.baddbmm(total, a, b, **more)
-    return product
-
-
-def _factors(a: Tensor, b: Tensor, sums: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Factors whose product comes out in `sums`, and the argument that brings it about."""
-    if a.dtype == sums or not a.is_cuda:
-        return a.to(sums), b.to(sums), {}
-    return a, b, {"out_dtype": sums}
-
-
-def _as_input(pixels: Tensor, input: Tensor) -> Tensor:
-    """Channels-last `pixels` in the layout and dtype of `input`."""
-    if input.is_contiguous(memory_format=torch.channels_last):
-        return pixels.to(input.dtype)
-    out = torch.empty_like(input)
-    if not out.is_contiguous():
-        return out.copy_(pixels)
-    n, c, h, w = input.shape
-    forward.transposed(pixels, out, n, h * w, c)
-    return out

@@ -74,19 +74,6 @@ def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Launch]) ->
         launch(*tensors)
 
 
-def start(
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: Sequence[Tensor],
-    integers: tuple[int, ...],
-    **constants: Any,
-) -> None:
-    """Launch `kernel` on the current device, by what was compiled for such arguments before."""
-    dtypes = tuple(x.dtype for x in tensors)
-    key = (id(kernel), grid, integers, *constants.values(), tensors[0].device, dtypes)
-    remembered(key, lambda: Launch(kernel, grid, integers, **constants))(*tensors)
-
-
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
