@@ -278,3 +278,36 @@ def test_tracing_before_dispatch_records_the_operators() -> None:
     others = tensors()[0], torch.rand(1, 4, 6, 6)
     for got, expected in zip(traced(*others), model(*others), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_a_call_like_one_that_passed_is_checked_all_the_same() -> None:
+    value, locations, weights = tensors()
+    given = torch.tensor(LEVELS)
+    for _ in range(2):
+        pliant.multi_scale_deformable_attn(value, given, None, locations, weights)
+    attend = pliant.multi_scale_deformable_attn
+    with pytest.raises(ValueError, match="spatial_shapes must have L = 2 as sampling_locations"):
+        attend(value, given[:1], None, locations, weights)
+    with pytest.raises(TypeError, match="spatial_shapes must be int32 or int64, got float32"):
+        attend(value, given.float(), None, locations, weights)
+    with pytest.raises(ValueError, match="impl must be None, 'reference', 'cpu' or 'triton'"):
+        attend(value, given, None, locations, weights, impl="gpu")
+    given[1] = 9  # in place: its values are read at each call
+    with pytest.raises(ValueError, match="must end within the 20 rows of value, got 97"):
+        attend(value, given, None, locations, weights)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("positions", [torch.int64, torch.int32, torch.float16])
+def test_operands_that_the_kernels_convert(positions: torch.dtype, strided: bool) -> None:
+    """The CPU kernels read neither integers nor half precision but in features."""
+    locations = torch.randint(0, 4, (2, 5, 2, 2, 3, 4 if strided else 2)).to(positions)
+    weights = torch.rand(2, 5, 2, 2, 6 if strided else 3).half()
+    given = (locations[..., ::2], weights[..., ::2]) if strided else (locations, weights)
+    value = tensors()[0].half().requires_grad_()
+    outs = []
+    for impl in (None, "reference"):
+        out = pliant.geometric_kernel_attention(value, LEVELS, None, *given, impl=impl)
+        outs.append((out, *torch.autograd.grad(out.sum(), value)))
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -4,11 +4,19 @@ from torch import Tensor
 
 from ..sampling import checks, direct
 from ..sampling.layout import Cameras
-from ..sampling.maps import Metadata, Names, resolve
+from ..sampling.maps import Metadata, Names
 from ..sampling.problem import Policy
 
 OP = "deformable_aggregation"
-NAMES = Names(OP, "feature_maps", "spatial_shape", "scale_start_index", "cam scale")
+NAMES = Names(
+    OP,
+    value="feature_maps",
+    shapes="spatial_shape",
+    starts="scale_start_index",
+    loc="sample_locations",
+    weight="weight",
+    axes="cam scale",
+)
 LAYOUT = Cameras(Policy("unit", "bilinear", "skip"))
 
 
@@ -49,17 +57,8 @@ def deformable_aggregation(
         >>> pliant.deformable_aggregation(maps, [[(8, 8)]] * 6, None, locations, weight).shape
         torch.Size([1, 10, 256])
     """
-    signatures = (
-        checks.signature(OP, "feature_maps", feature_maps),
-        checks.signature(OP, "sample_locations", sample_locations),
-        checks.signature(OP, "weight", weight),
-    )
-    cameras, scales = _check(*signatures)
-    shapes, starts = resolve(NAMES, feature_maps, spatial_shape, scale_start_index)
-    checks.count(OP, "spatial_shape", "cam", shapes.shape[0], "sample_locations", cameras)
-    checks.count(OP, "spatial_shape", "scale", shapes.shape[1], "weight", scales)
-    operands = (feature_maps, shapes, starts, sample_locations, weight)
-    return direct.sample_sum(OP, LAYOUT, operands, signatures, impl)
+    given = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    return direct.sample_sum(NAMES, LAYOUT, _check, given, impl)
 
 
 @checks.once

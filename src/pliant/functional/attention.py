@@ -4,11 +4,19 @@ from torch import Tensor
 
 from ..sampling import checks, direct
 from ..sampling.layout import Heads
-from ..sampling.maps import Metadata, Names, resolve
+from ..sampling.maps import Metadata, Names
 from ..sampling.problem import Policy
 
 OP = "multi_scale_deformable_attn"
-NAMES = Names(OP, "value", "spatial_shapes", "level_start_index", "L")
+NAMES = Names(
+    OP,
+    value="value",
+    shapes="spatial_shapes",
+    starts="level_start_index",
+    loc="sampling_locations",
+    weight="attention_weights",
+    axes="L",
+)
 LAYOUT = Heads(Policy("unit", "bilinear", "zero"))
 
 
@@ -51,20 +59,14 @@ def multi_scale_deformable_attn(
         >>> pliant.multi_scale_deformable_attn(value, sizes, None, locations, weights).shape
         torch.Size([1, 10, 256])
     """
-    signatures = (
-        checks.signature(OP, "value", value),
-        checks.signature(OP, "sampling_locations", sampling_locations),
-        checks.signature(OP, "attention_weights", attention_weights),
-    )
-    levels = _check(*signatures)
-    shapes, starts = resolve(NAMES, value, spatial_shapes, level_start_index)
-    checks.count(OP, "spatial_shapes", "L", shapes.shape[0], "sampling_locations", levels)
-    operands = (value, shapes, starts, sampling_locations, attention_weights)
-    return direct.sample_sum(OP, LAYOUT, operands, signatures, impl)
+    given = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    return direct.sample_sum(NAMES, LAYOUT, _check, given, impl)
 
 
 @checks.once
-def _check(value: checks.Signature, locations: checks.Signature, weights: checks.Signature) -> int:
+def _check(
+    value: checks.Signature, locations: checks.Signature, weights: checks.Signature
+) -> tuple[int]:
     sizes: dict[str, int] = {}
     checks.shape(OP, "value", value.shape, "B S H D", sizes)
     checks.shape(OP, "attention_weights", weights.shape, "B Q H L P", sizes)
@@ -75,4 +77,4 @@ def _check(value: checks.Signature, locations: checks.Signature, weights: checks
     checks.same_device(
         OP, "value", value.device, {"sampling_locations": locations, "attention_weights": weights}
     )
-    return sizes["L"]
+    return (sizes["L"],)

@@ -14,7 +14,8 @@ import torch
 
 from .problem import FEATURE_DTYPES, INDEX_DTYPES, POLICIES
 
-# Every call asks these, some more than once: an attribute's look-up takes as long as the answer.
+# Every call asks these: an attribute's look-up takes as long as the answer.
+_is_compiling = torch.compiler.is_compiling
 _modes, _jit_trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _included = torch._C._dispatch_tls_is_dispatch_key_included
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
@@ -31,12 +32,7 @@ class Signature(NamedTuple):
 
 def tracing() -> bool:
     """Whether a tracer is at work, whose symbolic sizes and fake tensors must not be remembered."""
-    return (
-        torch.compiler.is_compiling()
-        or _modes() > 0
-        or _jit_trace() is not None
-        or _included(_PRE_DISPATCH)
-    )
+    return _is_compiling() or _modes() > 0 or _jit_trace() is not None or _included(_PRE_DISPATCH)
 
 
 def once(check: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
 """From a public function to `sample_sum`, the short way where nobody looks.
 
 Views, the dispatcher and the autograd nodes of views take longer than a small problem. So what the
-signature of a call fixes (backend, sizes, strides) is worked out once: a `Plan`, whose kernels read
-the operator's own tensors. A call that somebody observes (a tracer, a transform, a mode, a tensor
-subclass), and one for the reference, goes through views and the registered operator instead.
+signature of a call fixes (whether it is right, backend, sizes, strides) is worked out once: a
+`Plan`, whose kernels read the operator's own tensors. A call that somebody observes (a tracer, a
+transform, a mode, a tensor subclass), and one for the reference, goes through views and the
+registered operator instead.
 """
 
 import math
@@ -15,32 +16,47 @@ from torch import Tensor
 
 from . import checks, ops
 from .layout import Layout
+from .maps import Metadata, Names, resolve
 
+Given = tuple[Tensor, Metadata, Metadata | None, Tensor, Tensor]
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # value, shapes, starts, loc, weight
 
-_plans: dict[Hashable, "Plan"] = {}
+_Plans = dict[Hashable, "Plan"]
+
+# By operator and signatures, for those that passed: the sizes of the maps' axes, and the plans by
+# backend and dtypes of the maps.
+_plans: dict[Hashable, tuple[tuple[int, ...], _Plans]] = {}
+_strided = torch.strided
 
 
 def sample_sum(
-    op: str,
+    names: Names,
     layout: Layout,
-    operands: Operands,
-    signatures: tuple[checks.Signature, checks.Signature, checks.Signature],
+    check: Callable[..., tuple[int, ...]],
+    given: Given,
     impl: str | None,
 ) -> Tensor:
-    """The sum that `op` is, [N, Q, G * K * D]; `signatures` are those of value, loc, weight."""
-    value, shapes, starts, loc, weight = operands
-    chosen = ops.implementation(op, impl, value, loc, weight)
-    if (
-        ops.in_transform()
-        or ops.observed((value, loc, weight))
-        or not (type(shapes) is type(starts) is Tensor)
-    ):
+    """The sum that the operator of these `names` is, [N, Q, G * K * D].
+
+    `check` raises if the signatures of value, loc and weight do not fit together, and gives the
+    sizes of the maps' axes.
+    """
+    value, given_shapes, given_starts, loc, weight = given
+    known = key = None
+    if not (ops.observed(()) or ops.in_transform()):
+        key = (names.op, _signature(value), _signature(loc), _signature(weight))
+        known = _plans.get(key)
+    expected, plans = known or _checked(names, check, key, value, loc, weight)
+    tracing = plans is None and checks.tracing()
+    shapes, starts = resolve(names, value, given_shapes, given_starts, expected, tracing)
+    operands = (value, shapes, starts, loc, weight)
+    chosen = ops.implementation(names.op, impl, value, loc, weight)
+    if plans is None or not (type(shapes) is type(starts) is Tensor):
         return _observed(layout, operands, chosen)
-    key = (layout, signatures, chosen, shapes.dtype, starts.dtype)
-    plan = _plans.get(key)
+    kind = (chosen, shapes.dtype, starts.dtype)
+    plan = plans.get(kind)
     if plan is None:
-        plan = _remember(key, Plan(layout, operands, signatures, chosen))
+        plan = plans[kind] = Plan(layout, operands, chosen)
     if plan.kernel is None:
         return _observed(layout, operands, chosen)
     if torch.is_grad_enabled() and (
@@ -50,29 +66,47 @@ def sample_sum(
     return plan.forward(*operands)
 
 
-def _observed(layout: Layout, operands: Operands, impl: str) -> Tensor:
-    return ops.sample_sum(*layout.views(*operands), *layout.policy, impl).flatten(2)
+def _signature(x: Any) -> Hashable:
+    """That of a tensor in which nothing is hidden; None for anything else."""
+    if ops.plain(x) and x.layout is _strided and not x.is_nested:
+        return x.shape, x.stride(), x.dtype, x.device
+    return None
 
 
-def _remember(key: Hashable, plan: "Plan") -> "Plan":
+def _checked(
+    names: Names,
+    check: Callable[..., tuple[int, ...]],
+    key: tuple[Hashable, ...] | None,
+    value: Any,
+    loc: Any,
+    weight: Any,
+) -> tuple[tuple[int, ...], _Plans | None]:
+    """The sizes of the maps' axes, and where to keep plans; nowhere if the call is observed."""
+    expected = check(
+        checks.signature(names.op, names.value, value),
+        checks.signature(names.op, names.loc, loc),
+        checks.signature(names.op, names.weight, weight),
+    )
+    if key is None or None in key:
+        return expected, None
     if len(_plans) >= 1024:
         _plans.clear()
-    _plans[key] = plan
-    return plan
+    plans: _Plans = {}
+    _plans[key] = expected, plans
+    return expected, plans
+
+
+def _observed(layout: Layout, operands: Operands, impl: str) -> Tensor:
+    return ops.sample_sum(*layout.views(*operands), *layout.policy, impl).flatten(2)
 
 
 class Plan:
     """The kernels for calls of one signature."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        operands: Operands,
-        signatures: tuple[checks.Signature, checks.Signature, checks.Signature],
-        impl: str,
-    ) -> None:
+    def __init__(self, layout: Layout, operands: Operands, impl: str) -> None:
         value, shapes, starts, loc, weight = operands
-        self.layout, self.signatures = layout, signatures
+        self.layout = layout
+        self.signatures = [_signature(x) for x in (value, loc, weight)]
         self.maps = (shapes.shape, shapes.dtype, starts.dtype)
         self.impl, self.backend = impl, ops.choose(impl, value, loc, weight)
         self.kernel: Any = None  # none: the long way

@@ -11,6 +11,7 @@ import functools
 import numbers
 import os
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,31 +28,43 @@ class Names(NamedTuple):
     value: str
     shapes: str
     starts: str
-    axes: str  # "L" or "cam scale"
+    loc: str
+    weight: str
+    axes: str  # of the maps, "L" or "cam scale": loc has the first, weight the second
 
 
 Metadata = Tensor | Sequence[Any]
+Read = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # integers, flat, and their shape
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def resolve(
-    names: Names, value: Tensor, shapes: Metadata, starts: Metadata | None
+    names: Names,
+    value: Tensor,
+    shapes: Metadata,
+    starts: Metadata | None,
+    expected: tuple[int, ...],
+    tracing: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`shapes` and `starts`, dense, on value's device; without starts, one map after another."""
-    rank = 1 + names.axes.count(" ")
-    tracing = checks.tracing()
-    shapes_host, shapes_size = _host(names.op, names.shapes, shapes, rank + 1, tracing)
-    starts_host, starts_size = (
-        (None, None) if starts is None else _host(names.op, names.starts, starts, rank, tracing)
-    )
-    if shapes_host is not None and (starts is None or starts_host is not None):
-        on_host = (names, shapes_host, shapes_size, starts_host, starts_size)
+    """`shapes` and `starts`, dense, on value's device; without starts, one map after another.
+
+    `expected` are the sizes of `names.axes`.
+    """
+    rank = len(expected)
+    read = _host(names.op, names.shapes, shapes, rank + 1, tracing)
+    read_starts: Read = (None, None)
+    if starts is not None:
+        read_starts = _host(names.op, names.starts, starts, rank, tracing)
+    if read[0] is not None and (starts is None or read_starts[0] is not None):
+        device = value.device
+        on_host = (names, expected, read, read_starts, value.shape[1], device)
         on_cuda = value.is_cuda
         if tracing or (on_cuda and torch.cuda.is_current_stream_capturing()):
-            return _from_host(*on_host, value.shape[1], value.device)
-        stream = torch._C._cuda_getCurrentRawStream(value.device.index) if on_cuda else 0
-        return _remembered(*on_host, value.shape[1], value.device, stream)
+            return _from_host(*on_host)
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if on_cuda else 0
+        return _remembered(*on_host, stream)
 
-    _sizes(names, shapes_size, starts_size)
+    _check_given(names, expected, read[1], read_starts[1])
     shapes = _dense(shapes, value.device)
     if starts is None:
         areas = (shapes.select(-1, 0) * shapes.select(-1, 1)).flatten()
@@ -72,21 +85,37 @@ def _check_sizes(names: Names, shapes: tuple[int, ...], starts: tuple[int, ...] 
         checks.shape(names.op, names.starts, starts, names.axes, sizes)
 
 
-_sizes = checks.once(_check_sizes)
+def _check_counts(names: Names, expected: tuple[int, ...], shapes: tuple[int, ...]) -> None:
+    others = (names.loc, names.weight)
+    axes = zip(names.axes.split(), shapes, others, expected, strict=False)
+    for axis, got, other, size in axes:
+        checks.count(names.op, names.shapes, axis, got, other, size)
 
 
-def _host(
-    op: str, name: str, x: Metadata, rank: int, tracing: bool
-) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+@checks.once
+def _check_given(
+    names: Names,
+    expected: tuple[int, ...],
+    shapes: tuple[int, ...],
+    starts: tuple[int, ...] | None,
+) -> None:
+    _check_sizes(names, shapes, starts)
+    _check_counts(names, expected, shapes)
+
+
+def _host(op: str, name: str, x: Metadata, rank: int, tracing: bool) -> Read:
     """The integers of `x`, flat (None if reading them would wait for a device), and its shape."""
     if isinstance(x, Tensor):
         if x.dtype not in INDEX_DTYPES:
             got = str(x.dtype).removeprefix("torch.")
             raise TypeError(f"{op}: {name} must be int32 or int64, got {got}")
         readable = x.is_cpu or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
-        if tracing or not readable or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if tracing or not readable or _is_wrapped(x):
             return None, x.shape
-        return _flat(x.tolist()), x.shape
+        rows = x.tolist()
+        while rows and type(rows[0]) is list:
+            rows = list(chain(*rows))
+        return tuple(rows), x.shape
     flat, size = x, [len(x)] if isinstance(x, (list, tuple)) else []
     for _ in range(rank - 1):
         if not size or not all(isinstance(row, (list, tuple)) for row in flat):
@@ -95,6 +124,8 @@ def _host(
         if any(len(row) != size[-1] for row in flat):
             raise ValueError(f"{op}: {name} must have rows of one length, got {x!r}")
         flat = [v for row in flat for v in row]
+    if size and not tracing and set(map(type, flat)) == {int}:  # the common case is quick to see
+        return tuple(flat), tuple(size)
     integers = (int, torch.SymInt, numbers.Integral)
     if not size or any(isinstance(v, bool) or not isinstance(v, integers) for v in flat):
         raise TypeError(
@@ -104,21 +135,15 @@ def _host(
     return tuple(plain), tuple(size)
 
 
-def _flat(rows: Any) -> tuple[int, ...]:
-    while rows and isinstance(rows[0], list):
-        rows = [v for row in rows for v in row]
-    return tuple(rows)
-
-
 def _from_host(
     names: Names,
-    shapes: tuple[int, ...],
-    size: tuple[int, ...],
-    starts: tuple[int, ...] | None,
-    starts_size: tuple[int, ...] | None,
+    expected: tuple[int, ...],
+    read: Any,
+    read_starts: Read,
     stored: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
+    (shapes, size), (starts, starts_size) = read, read_starts
     _check_sizes(names, size, starts_size)
     heights, widths = shapes[0::2], shapes[1::2]
     areas = [h * w for h, w in zip(heights, widths, strict=True)]
@@ -126,6 +151,7 @@ def _from_host(
         starts = tuple(sum(areas[:i]) for i in range(len(areas)))
     if all(isinstance(v, int) for v in (*shapes, *starts, stored)):  # a tracer's may be symbols
         _check_values(names, shapes, starts, size, stored)
+    _check_counts(names, expected, size)
     if torch.compiler.is_compiling() or device.type == "cpu":
         flat = torch.tensor([*shapes, *starts], dtype=torch.int64, device=device)
     else:  # filled on the device, number by number: no wait, and a graph may capture it
@@ -137,10 +163,9 @@ def _from_host(
 @functools.lru_cache(maxsize=256)
 def _remembered(
     names: Names,
-    shapes: tuple[int, ...],
-    size: tuple[int, ...],
-    starts: tuple[int, ...] | None,
-    starts_size: tuple[int, ...] | None,
+    expected: tuple[int, ...],
+    read: Read,
+    read_starts: Read,
     stored: int,
     device: torch.device,
     stream: int,
@@ -148,7 +173,7 @@ def _remembered(
     # The stream is part of the key: a tensor filled on one stream is not yet there for another.
     # What is remembered must serve in every mode, so no mode of this call may mark it.
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
-        return _from_host(names, shapes, size, starts, starts_size, stored, device)
+        return _from_host(names, expected, read, read_starts, stored, device)
 
 
 def _check_values(

@@ -248,7 +248,7 @@ def transformed(args: Sequence[Any]) -> bool:
 
 def observed(args: Sequence[Any]) -> bool:
     """Whether a mode, a profiler or a tensor's own nature needs the dispatcher."""
-    if checks.tracing() or torch._C._autograd._profiler_enabled():
+    if checks.tracing() or _is_profiled():
         return True
     for a in args:  # noqa: SIM110 - any() is slower
         if isinstance(a, Tensor) and not plain(a):
@@ -256,11 +256,12 @@ def observed(args: Sequence[Any]) -> bool:
     return False
 
 
+_is_profiled = torch._C._autograd._profiler_enabled
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def plain(x: Tensor) -> bool:
+def plain(x: Any) -> bool:
     """Whether a tensor's memory is what it seems: no subclass, wrapper, lazy sign or lazy zero."""
     kind = type(x)
     return (kind is Tensor or kind is torch.nn.Parameter) and not (

@@ -48,10 +48,19 @@ def plan_sum(
     size: Sequence[int],
 ) -> Callable[..., Tensor] | None:
     """sample_sum of tensors in the memory layout of these, its result as [*size]; None if they
-    must be converted first.
+    must be laid out anew first.
     """
-    ready = _are_readable(value, loc, weight)
-    return _forward(value, shapes, starts, loc, weight, policy, size) if ready else None
+    given = value, loc, weight
+    ready = _readable(*given)
+    if any(x.stride() != y.stride() for x, y in zip(given, ready, strict=True)):
+        return None
+    run = _forward(ready[0], shapes, starts, ready[1], ready[2], policy, size)
+    if all(map(operator.is_, given, ready)):
+        return run
+    _, by_loc, by_weight = (x.dtype for x in ready)
+    return lambda value, shapes, starts, loc, weight: run(
+        value, shapes, starts, loc.to(by_loc), weight.to(by_weight)
+    )
 
 
 def _forward(
@@ -67,11 +76,11 @@ def _forward(
     strides = (q * g * k * d, g * k * d, k * d, d, 1)
     fixed = _fixed(value, shapes, starts, loc, weight, policy, strides)
     scales, stored = shapes.shape[1], value.shape[1]
+    call = library().handle.pliant_sample_sum
 
     def run(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor) -> Tensor:
-        out = value.new_empty(size)
-        varying = _varying(value, shapes, starts, loc, weight, out)
-        status = library().handle.pliant_sample_sum(varying + fixed)
+        out = value.new_empty(*size)  # as one argument, the size takes twice as long
+        status = call(_varying(value, shapes, starts, loc, weight, out) + fixed)
         if status:
             _fail(status, shapes, starts, scales, stored)
         return out
