@@ -61,7 +61,7 @@ def plan_sum(
     splits = 1 if _by_query(k, policy) else point_splits(n * q * g, k * d, views * points, value)
     if not _aligned(loc, weight):  # they may be read in pairs
         return None
-    dtype, device, acc = value.dtype, value.device, accumulator(value.dtype)
+    dtype, acc = value.dtype, accumulator(value.dtype)
     out = torch.empty((n, q, g, k, d), dtype=dtype if splits == 1 else acc, device="meta")
     launch = _forward(value, shapes, starts, loc, weight, out, policy, splits)
 
@@ -70,8 +70,8 @@ def plan_sum(
     ) -> Tensor | None:
         if not _aligned(loc, weight):
             return None
-        out = torch.empty(size, dtype=dtype, device=device)
-        parts = out if splits == 1 else torch.empty((splits, *size), dtype=acc, device=device)
+        out = value.new_empty(*size)
+        parts = out if splits == 1 else value.new_empty(splits, *size, dtype=acc)
         with _device_of(value):
             launch(value, shapes, starts, loc, weight, parts)
         if splits > 1:
