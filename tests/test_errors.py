@@ -97,6 +97,11 @@ CASES = {
         ValueError,
         f"{ATTN}: level_start_index must have shape [L] = [2], got [1]",
     ),
+    "one-start": (
+        attention(level_start_index=torch.tensor(0)),
+        ValueError,
+        f"{ATTN}: level_start_index must have shape [L] = [2], got []",
+    ),
     "shapes-not-pairs": (
         attention(spatial_shapes=[(4, 5, 1), (2, 3, 1)]),
         ValueError,

@@ -112,7 +112,7 @@ def _host(op: str, name: str, x: Metadata, rank: int, tracing: bool) -> Read:
         readable = x.is_cpu or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
         if tracing or not readable or _is_wrapped(x):
             return None, x.shape
-        rows = x.tolist()
+        rows = x.tolist() if x.dim() else [x.item()]
         while rows and type(rows[0]) is list:
             rows = list(chain(*rows))
         return tuple(rows), x.shape
