@@ -112,10 +112,9 @@ def _differentiate(
     """Samples [BJ] of one map each: their gradients, of which those along x and y are returned."""
     group = (k < K)[None, :]
     a = tl.load(weight[:, None] + (k * w_k)[None, :], mask=live[:, None] & group, other=0).to(ACC)
-    s00 = tl.zeros([BJ, BK], ACC)  # sums over the channels of gradient times corner
-    s01 = tl.zeros([BJ, BK], ACC)
-    s10 = tl.zeros([BJ, BK], ACC)
-    s11 = tl.zeros([BJ, BK], ACC)
+    by_a = tl.zeros([BJ, BK], ACC)
+    by_x = tl.zeros([BJ, BK], ACC)
+    by_y = tl.zeros([BJ, BK], ACC)
     if NEAREST:
         row, counts = taps.nearest(x, y, h, w, start, S, live, HONEST, ROW)
     else:
@@ -123,6 +122,8 @@ def _differentiate(
             x, y, h, w, start, S, live, UNIT, SKIP, HONEST, ROW, ACC, INTERPRET
         )
         counts = m00 | m01 | m10 | m11
+        fx = fx[:, None, None]
+        fy = fy[:, None, None]
         below = (row + w) - row  # `w` for each of the points
         below = below[:, None, None]
     from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
@@ -134,7 +135,7 @@ def _differentiate(
         if NEAREST:
             n00 = _corner(counts, k, d, K, D, BK, BD)
             if TO_WEIGHT:
-                s00 += tl.sum(go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2)
+                by_a += tl.sum(go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2)
             if TO_VALUE:
                 tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
         else:
@@ -149,42 +150,32 @@ def _differentiate(
                 at += below * v_s
                 v10 = tl.load(at, mask=n10, other=0).to(ACC)
                 v11 = tl.load(at + v_s, mask=n11, other=0).to(ACC)
-                s00 += tl.sum(go * v00, 2)
-                s01 += tl.sum(go * v01, 2)
-                s10 += tl.sum(go * v10, 2)
-                s11 += tl.sum(go * v11, 2)
+                top = v00 * (1 - fx) + v01 * fx
+                bottom = v10 * (1 - fx) + v11 * fx
+                if TO_WEIGHT:
+                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
+                if TO_LOC:
+                    by_x += tl.sum(go * ((v01 - v00) * (1 - fy) + (v11 - v10) * fy), 2)
+                    by_y += tl.sum(go * (bottom - top), 2)
             if TO_VALUE:
                 to = to_row + d * gv_d
                 ga = go * a[:, :, None]
-                c00, c01, c10, c11 = taps.coefficients(fx[:, None, None], fy[:, None, None])
-                tl.atomic_add(to, ga * c00, mask=n00, sem="relaxed")
-                tl.atomic_add(to + gv_s, ga * c01, mask=n01, sem="relaxed")
+                tl.atomic_add(to, ga * ((1 - fx) * (1 - fy)), mask=n00, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * (fx * (1 - fy)), mask=n01, sem="relaxed")
                 to += below * gv_s
-                tl.atomic_add(to, ga * c10, mask=n10, sem="relaxed")
-                tl.atomic_add(to + gv_s, ga * c11, mask=n11, sem="relaxed")
-    # What is not read gives zero, whatever the incoming gradient holds.
-    if NEAREST:
-        by_a = tl.where(counts[:, None], s00, 0)
-    else:
-        s00 = tl.where(m00[:, None], s00, 0)
-        s01 = tl.where(m01[:, None], s01, 0)
-        s10 = tl.where(m10[:, None], s10, 0)
-        s11 = tl.where(m11[:, None], s11, 0)
-        fx = tl.where(counts, fx, 0)[:, None]
-        fy = tl.where(counts, fy, 0)[:, None]
-        top = s00 * (1 - fx) + s01 * fx
-        bottom = s10 * (1 - fx) + s11 * fx
-        by_a = top * (1 - fy) + bottom * fy
+                tl.atomic_add(to, ga * ((1 - fx) * fy), mask=n10, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * (fx * fy), mask=n11, sem="relaxed")
+    # A sample that does not count gives zero, whatever the incoming gradient holds.
     if TO_WEIGHT:
+        by_a = tl.where(counts[:, None], by_a, 0)
         tl.store(grad_weight[:, None] + (k * gw_k)[None, :], by_a, mask=live[:, None] & group)
     dx = tl.zeros([BJ], ACC)
     dy = tl.zeros([BJ], ACC)
     if TO_LOC:
-        by_x = (s01 - s00) * (1 - fy) + (s11 - s10) * fy
         scale_x = w.to(ACC) if UNIT else 1.0
         scale_y = h.to(ACC) if UNIT else 1.0
         dx = tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
-        dy = tl.where(counts, tl.sum(a * (bottom - top), 1) * scale_y, 0)
+        dy = tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
     return dx, dy
 
 

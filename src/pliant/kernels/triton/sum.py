@@ -337,7 +337,7 @@ def backward_tile(
     many = dtype == torch.float32 and programs >= 1 << 16
     elements = 512 if policy.interpolation == "nearest" else 256 if many else 128
     tile |= {"BJ": min(max(elements // (bk * bd), 1), places), "num_warps": 1}
-    return {**tile, "maxnreg": 80} if dtype == torch.float32 else tile
+    return {**tile, "maxnreg": 96} if dtype == torch.float32 else tile
 
 
 def _on(value: Tensor, metadata: Tensor) -> Tensor:
