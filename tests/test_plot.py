@@ -102,4 +102,5 @@ def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = [lambda: Slow.apply(x, 1), lambda: Slow.apply(x, 10)]
     times = timing.in_turns(candidates, [x], torch.ones(()), rounds=2, seconds=100)
     assert times == [(1, 2), (10, 20)]
-    assert turns == [1, 10] * 5  # one round to warm up, four of 33 s to reach 100 s
+    # A round to warm up; five forwards of 11 s, and three backwards of 22 s, to reach 50 s each.
+    assert turns == [1, 10] * (1 + 5 + 3)

@@ -25,33 +25,38 @@ def in_turns(
     rounds: int = 3,
     most: int = 1000,
 ) -> list[Times]:
-    """Time each candidate's forward and its gradients of `inputs`, in rounds of one turn each.
+    """Time each candidate's forward, then its gradients of `inputs`, in rounds of one turn each.
 
-    A first round is not measured. Then at least `rounds`, until `seconds` have been measured or
-    `most` rounds are done.
+    Forwards follow forwards; a backward follows its own forward.
+
+    A first round is not measured. Then at least `rounds`, until half of the `seconds` have been
+    measured or `most` rounds are done.
     """
-    clocks: list[list[Times]] = [[] for _ in candidates]
+
+    def forward(candidate: Callable[[], Tensor]) -> float:
+        start = _now(grad)
+        candidate()
+        return _now(grad) - start
+
+    def backward(candidate: Callable[[], Tensor]) -> float:
+        out = candidate()
+        start = _now(grad)
+        torch.autograd.grad(out, inputs, grad)
+        return _now(grad) - start
+
+    def medians(step: Callable[[Callable[[], Tensor]], float]) -> list[float]:
+        clocks: list[list[float]] = []
+        while len(clocks) < most and (len(clocks) < rounds or sum(map(sum, clocks)) < seconds / 2):
+            clocks.append([step(candidate) for candidate in candidates])
+        return [statistics.median(clock) for clock in zip(*clocks, strict=True)]
+
     for candidate in candidates:
-        once(candidate, inputs, grad)
-    spent = 0.0
-    while len(clocks[0]) < most and (len(clocks[0]) < rounds or spent < seconds):
-        for candidate, clock in zip(candidates, clocks, strict=True):
-            clock.append(once(candidate, inputs, grad))
-            spent += sum(clock[-1])
-    medians = [[statistics.median(part) for part in zip(*clock, strict=True)] for clock in clocks]
-    return [Times(forward, backward) for forward, backward in medians]
-
-
-def once(candidate: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Times:
-    """One forward and one backward. What a GPU has queued is waited for."""
-    start = _now(grad)
-    out = candidate()
-    between = _now(grad)
-    torch.autograd.grad(out, inputs, grad)
-    return Times(between - start, _now(grad) - between)
+        backward(candidate)
+    return [Times(*pair) for pair in zip(medians(forward), medians(backward), strict=True)]
 
 
 def _now(on: Tensor) -> float:
+    """What a GPU has queued is waited for."""
     if on.is_cuda:
         torch.cuda.synchronize(on.device)
     return time.perf_counter()
