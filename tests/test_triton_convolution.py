@@ -24,6 +24,7 @@ from pliant.kernels.triton import (  # noqa: E402
     convolution as forward,
     convolution_backward as backward,
     launch,
+    tuning,
 )
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -261,8 +262,8 @@ def test_either_product_gives_the_gradient_of_the_columns(exact, monkeypatch):
 
 def test_a_program_goes_through_several_pixels(monkeypatch):
     """As where there are many of them."""
-    tile = forward.collect_tile
-    monkeypatch.setattr(forward, "collect_tile", lambda *args: {**tile(*args), "BP": 4})
+    tile = tuning.collect_tile
+    monkeypatch.setattr(tuning, "collect_tile", lambda *args: {**tile(*args), "BP": 4})
     case = next(c for c in CASES if c.operator == CONV and str(c).endswith("awkward"))
     verify(CONV, case.make(F32, DEVICE, 0), "triton")
 
@@ -271,7 +272,7 @@ def test_a_program_goes_through_several_pixels(monkeypatch):
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels-last"])
 def test_programs_that_share_a_tile(dtype, last, monkeypatch):
     """As where there are more multiprocessors than tiles."""
-    monkeypatch.setattr(forward, "multiprocessors", lambda device: 1000)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1000)
     tensors, steps, _ = operands(dtype, channels=35, kernel=(3, 3), size=(3, 4))
     if last:
         tensors[0] = tensors[0].contiguous(memory_format=torch.channels_last)
@@ -301,13 +302,13 @@ def spied(kernel, calls):
 
 def test_no_program_is_left_without_a_step(monkeypatch):
     """Of those that share a tile: it would read past the end of offsets and weights."""
-    monkeypatch.setattr(forward, "multiprocessors", lambda device: 1000)
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1000)
     for taps in (1, 2, 9, 25):
         for per_group in (1, 16, 35, 64, 256):
             sizes = forward.channel_sizes(per_group, 32, per_group, 1)
             for dtype in (F16, F32):
                 how = forward.precision(dtype)
-                tile = forward.forward_tile(1, 10, taps, sizes, how, dtype, DEVICE)
+                tile = tuning.forward_tile(1, 10, taps, sizes, how, dtype, DEVICE)
                 steps = -(-per_group // tile["BK"]) * taps
                 part = -(-steps // tile["SPLITS"])
                 assert (tile["SPLITS"] - 1) * part < steps

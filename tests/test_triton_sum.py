@@ -17,7 +17,7 @@ GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from pliant.kernels.triton import bins, launch, sum as kernels  # noqa: E402
+from pliant.kernels.triton import bins, launch, sum as kernels, tuning  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 SUMS = ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention")
@@ -209,9 +209,9 @@ def test_deterministic_mode_finds_the_samples_of_any_maps(id, policy, determinis
 
 
 def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
-    monkeypatch.setattr(kernels, "CACHED", 1)
-    assert kernels.batch_step(2, 1000, True) == 1
-    assert kernels.batch_step(2, 1000, False) == 2
+    monkeypatch.setattr(tuning, "CACHED", 1)
+    assert tuning.batch_step(2, 1000, True) == 1
+    assert tuning.batch_step(2, 1000, False) == 2
     compare(problem(ATTENTION), tolerance=3e-6)
     compare(problem(ATTENTION, F16), tolerance=2e-3)
 
@@ -221,7 +221,7 @@ def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
     """Five items, two at a time: the last part is smaller."""
-    monkeypatch.setattr(kernels, "batch_step", lambda *args: 2)
+    monkeypatch.setattr(tuning, "batch_step", lambda *args: 2)
     args = problem(policy, dtype)
     for i in (0, 3, 4):
         args[i] = torch.cat([args[i], args[i].flip(0), args[i][:1] * 0.5])[:5]

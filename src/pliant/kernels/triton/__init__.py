@@ -1,12 +1,12 @@
 """Kernels in Triton, for NVIDIA GPUs.
 
     taps.py                        from a position to the pixels it reads
-    sum.py                         the weighted sum of samples: launchers and block sizes
+    sum.py                         the weighted sum of samples: launchers
     forward.py, backward.py, bins.py
                                    its kernels; the last are those of the deterministic mode
     convolution.py, convolution_backward.py
                                    deformable convolution, kernels and launchers
-    launch.py                      launches that are worked out once
+    launch.py, tuning.py           launches that are worked out once; block sizes
 
 This file imports no Triton, so that a machine without it can be told so.
 """

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pliant.sampling.problem import accumulator
 
-from . import INTERPRET, taps
-from .launch import Launch, _device_of, multiprocessors, remembered
+from . import INTERPRET, taps, tuning
+from .launch import Launch, _device_of, remembered
 
 Pair = Sequence[int]
 
@@ -386,7 +386,7 @@ class Convolution:
         (n, c, h, w), (co, cg, kh, kw), (ho, wo) = input.shape, weight.shape, offset.shape[2:]
         sizes = channel_sizes(c, co, cg, offset.shape[1] // (2 * kh * kw))
         q, align = ho * wo, alignment(ho * wo)
-        tile = forward_tile(n, q, kh * kw, sizes, exact, input.dtype, input.device)
+        tile = tuning.forward_tile(n, q, kh * kw, sizes, exact, input.dtype, input.device)
         splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
         blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
         end = {"BIAS": bias is not None, "LAST": last}
@@ -401,7 +401,7 @@ class Convolution:
             **(end if splits == 1 else {"BIAS": False, "LAST": True}),
             PRECISION=exact, **choices, **tile,
         )  # fmt: skip
-        rule = merge_tile(co)
+        rule = tuning.merge_tile(co)
         self.merge = Launch(
             merge, (triton.cdiv(q, rule["BM"]) * n, triton.cdiv(co, rule["BN"])), (n, q // align),
             CO=co, **end, Q_ALIGN=align, SPLITS=splits,
@@ -461,7 +461,7 @@ def _resample(
 ) -> Launch:
     (_, c, h, w), (n, _, lines, width), constants = input.shape, out.shape, geometry.constants()
     per_group = c * 2 * constants["K"] // offset.shape[1]
-    tile = columns_tile(width, per_group, input.element_size())
+    tile = tuning.columns_tile(width, per_group, input.element_size())
     align = alignment(width)
     shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
     return Launch(
@@ -527,7 +527,7 @@ def last_format(like: Tensor) -> torch.memory_format:
 
 def transposition(batch: int, rows: int, columns: int) -> Callable[[Tensor, Tensor], None]:
     """The way from [batch, rows, columns] in one tensor to [batch, columns, rows] in another."""
-    tile = transpose_tile(rows, columns)
+    tile = tuning.transpose_tile(rows, columns)
     r, s = alignment(rows), alignment(columns)
     blocks = triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
     most = 65535  # that a grid's second axis holds
@@ -582,83 +582,3 @@ def options(
         "ACC": tl.float64 if input.dtype == torch.float64 else tl.float32,
         "INTERPRET": INTERPRET,
     }
-
-
-# Tuning rules
-
-
-def forward_tile(
-    images: int,
-    positions: int,
-    taps: int,
-    sizes: dict[str, int],
-    precision: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, int]:
-    """Positions, output channels and summed channels of a tile, and the programs that share one.
-
-    As many outputs as registers hold, because every tile gathers anew.
-    """
-    outputs, run = triton.next_power_of_2(sizes["COG"]), triton.next_power_of_2(sizes["RUN"])
-    bm, bn, bk = 64, min(max(outputs, 16), 256), max(run, 16)
-    if precision == "tf32x3":  # of both factors twice the registers
-        bn, resident = min(bn, 128), 1
-        bk = min(bk, 32 if bn <= 32 else 16)
-        launch = {"num_warps": 4, "num_stages": 1 if bn <= 32 else 2}
-        if bn > 32:
-            launch["maxnreg"] = 168
-    elif dtype == torch.float64:
-        bn, bk, resident = min(bn, 64), 16, 4
-        launch = {"num_warps": bn // 16, "num_stages": 2}
-    else:
-        bk, resident = min(bk, 128 // dtype.itemsize), max(2, min(384 // bn, 4))
-        wide = bn > 128
-        launch = {"num_warps": 8 if wide else 4, "num_stages": 3 if wide else 2}
-        launch["maxnreg"] = 168 if bn == 128 else 128
-    programs = triton.cdiv(positions, bm) * images * triton.cdiv(sizes["COG"], bn)
-    programs *= sizes["C"] // sizes["CG"]
-    steps = sizes["CG"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], bk) * taps
-    splits = max(1, min(resident * multiprocessors(device) // programs, steps // 4, 8))
-    splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none without a step
-    return {"SPLITS": splits, "BM": bm, "BN": bn, "BK": bk, **launch}
-
-
-def merge_tile(outputs: int) -> dict[str, int]:
-    """Positions and output channels."""
-    return {"BM": 32, "BN": min(triton.next_power_of_2(outputs), 64), "num_warps": 4}
-
-
-def columns_tile(width: int, channels: int, element: int) -> dict[str, int]:
-    """Places in a line of the columns, and channels: 128 bytes of a pixel."""
-    bc = min(triton.next_power_of_2(channels), 128 // element)
-    # Triton 3.6 fails to compile some narrower tiles of float64.
-    return {"BJ": max(32, min(triton.next_power_of_2(width), 64)), "BC": bc, "num_warps": 4}
-
-
-def transpose_tile(rows: int, columns: int) -> dict[str, int]:
-    return {"BR": 64, "BS": 64, "num_warps": 4}
-
-
-def product_tile(outputs: int, row: int) -> dict[str, int]:
-    """Rows and columns of a tile, and channels that are multiplied at a time."""
-    bn, bk = (
-        min(max(triton.next_power_of_2(x), 16), most) for x, most in ((row, 64), (outputs, 32))
-    )
-    return {"BM": 128, "BN": bn, "BK": bk, "num_warps": 4, "num_stages": 3}
-
-
-def differentiate_tile(channels: int, element: int) -> dict[str, int]:
-    """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
-    need no second block of channels, four times as many.
-    """
-    bc = min(triton.next_power_of_2(channels), 128 // element)
-    positions = 2048 // (bc * element) * (4 if channels <= bc else 1)
-    return {"BM": min(positions, 128), "BC": bc, "num_warps": 4}
-
-
-def collect_tile(channels: int, element: int, pixels: int, device: torch.device) -> dict[str, int]:
-    """Pixels that a program goes through, and samples, one a lane, and channels that it adds."""
-    bc = min(triton.next_power_of_2(channels), 64)
-    many = pixels * triton.cdiv(channels, bc) >= 256 * multiprocessors(device)
-    return {"BP": 4 if many else 1, "BE": min(128 // element, 32), "BC": bc, "num_warps": 1}

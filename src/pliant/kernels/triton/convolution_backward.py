@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pliant.sampling.problem import accumulator
 
-from . import INTERPRET, convolution as forward, taps
+from . import INTERPRET, convolution as forward, taps, tuning
 from .convolution import (
     Geometry,
     Pair,
@@ -653,7 +653,7 @@ class Bins:
 def _product(problem: Problem, chunk: Chunk, exact: str) -> Launch:
     sizes, k = problem.sizes, problem.constants["K"]
     row = k * sizes["CG"]
-    tile = forward.product_tile(sizes["COG"], row)
+    tile = tuning.product_tile(sizes["COG"], row)
     blocks = triton.cdiv(chunk.rows, tile["BM"]) * triton.cdiv(row, tile["BN"])
     return Launch(
         product, (blocks * (sizes["C"] // sizes["CG"]),), (chunk.rows,),
@@ -667,7 +667,7 @@ def _collect(
 ) -> Launch:
     (_, _, h, w), sizes, k = problem.size, problem.sizes, problem.constants["K"]
     pixels = chunk.images * h * w
-    tile = forward.collect_tile(sizes["CD"], stored.itemsize, pixels * problem.groups, input.device)
+    tile = tuning.collect_tile(sizes["CD"], stored.itemsize, pixels * problem.groups, input.device)
     return Launch(
         collect,
         (triton.cdiv(pixels, tile["BP"]), problem.groups, triton.cdiv(sizes["CD"], tile["BC"])),
@@ -682,7 +682,7 @@ def _differentiate(
     problem: Problem, chunk: Chunk, to_offset: bool, to_mask: bool, to_weight: bool
 ) -> Launch:
     sizes, offset, modulation = problem.sizes, problem.offset, problem.modulation
-    tile = forward.differentiate_tile(sizes["RUN"], problem.element)
+    tile = tuning.differentiate_tile(sizes["RUN"], problem.element)
     blocks = triton.cdiv(chunk.part, tile["BM"]) * chunk.images
     return Launch(
         differentiate, (blocks, problem.constants["K"], problem.groups),
@@ -700,7 +700,7 @@ def _unfold(problem: Problem, chunk: Chunk, grad: Tensor) -> Launch:
     kh = constants["K"] // constants["KW"]
     top = chunk.first // problem.width  # of the output lines that the chunk touches
     touched = triton.cdiv(chunk.first + chunk.part, problem.width) - top
-    tile = forward.columns_tile(width, c, grad.element_size())
+    tile = tuning.columns_tile(width, c, grad.element_size())
     align = forward.alignment(width)
     blocks = chunk.images * touched * kh * triton.cdiv(width, tile["BJ"])
     wide = grad[:1].numel() >= 2**31 - 2**16

@@ -1,7 +1,6 @@
 """Launches that are worked out once: what the signature of a call fixes is not computed again."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -72,13 +71,6 @@ def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Launch]) ->
     launch = remembered((key, tensors[0].device, signature), plan)
     with _device_of(tensors[0]):
         launch(*tensors)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 _here = contextlib.nullcontext()

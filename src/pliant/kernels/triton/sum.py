@@ -1,6 +1,5 @@
 """The weighted sum of samples: from tensors to launches of its kernels; its tuning rules."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,14 +9,11 @@ from torch import Tensor
 
 from pliant.sampling.problem import Policy, accumulator
 
-from . import INTERPRET, backward, bins, forward
-from .launch import Launch, _device_of, multiprocessors, run
+from . import INTERPRET, backward, bins, forward, tuning
+from .launch import Launch, _device_of, run
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INTEGER = {torch.int32: tl.int32, torch.int64: tl.int64}
-
-# Bytes of gradients that stay in a GPU's cache while they are summed.
-CACHED = 32 << 20
 
 
 def sample_sum(
@@ -32,7 +28,9 @@ def sample_sum(
     if views * points * scales == 0 or s == 0:
         return out.zero_()
     shapes, starts = _on(value, shapes), _on(value, starts)
-    splits = 1 if _by_query(k, policy) else point_splits(n * q * g, k * d, views * points, value)
+    splits = (
+        1 if _by_query(k, policy) else tuning.point_splits(n * q * g, k * d, views * points, value)
+    )
     parts = out if splits == 1 else out.new_empty(splits, *out.shape, dtype=accumulator(out.dtype))
     tensors = (value, shapes, starts, loc, weight, parts)
     run(tensors, policy, lambda: _forward(*tensors, policy, splits))
@@ -58,7 +56,9 @@ def plan_sum(
     _, q, _, views, points, _ = loc.shape
     if n * q * g * k * d == 0 or views * points * shapes.shape[1] == 0 or s == 0:
         return None
-    splits = 1 if _by_query(k, policy) else point_splits(n * q * g, k * d, views * points, value)
+    splits = (
+        1 if _by_query(k, policy) else tuning.point_splits(n * q * g, k * d, views * points, value)
+    )
     if not _aligned(loc, weight):  # they may be read in pairs
         return None
     dtype, acc = value.dtype, accumulator(value.dtype)
@@ -104,7 +104,7 @@ def _forward(
         **_options(policy, value, loc, _row_type(value, loc, weight, out)), "PAIR": _paired(loc, 5),
     }  # fmt: skip
     if _by_query(k, policy):
-        tile = query_tile(d, q, g, points, value.dtype)
+        tile = tuning.query_tile(d, q, g, points, value.dtype)
         return Launch(
             forward.by_query,
             (triton.cdiv(q, tile["BQ"]) * n * g // tile["BG"], triton.cdiv(d, tile["BD"])),
@@ -112,7 +112,7 @@ def _forward(
             **_inner("v", value, "n s g - d"), **_inner("w", weight, "n q g v p r -"),
             **constants, **tile, G=g, WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
         )  # fmt: skip
-    tile = point_tile(k * d, points)
+    tile = tuning.point_tile(k * d, points)
     return Launch(
         forward.by_point,
         (n * q * g, triton.cdiv(k * d, tile["BC"]), splits),
@@ -175,7 +175,7 @@ def _items_at_once(value: Tensor, loc: Tensor, scales: int) -> int:
     acc, (n, s) = accumulator(value.dtype), value.shape[:2]
     samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * scales
     sparse = samples < 2 * s  # clearing costs as much as the sums
-    return batch_step(n, value.numel() * acc.itemsize, acc != value.dtype or sparse)
+    return tuning.batch_step(n, value.numel() * acc.itemsize, acc != value.dtype or sparse)
 
 
 def plan_sum_backward(
@@ -270,7 +270,7 @@ def _backward(
     _, q, _, views, points, _ = loc.shape
     skip = policy.outside == "skip"
     places = points if skip else views * points
-    tile = backward_tile(n * q * g, k, d, places, policy, value.dtype)
+    tile = tuning.backward_tile(n * q * g, k, d, places, policy, value.dtype)
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
         backward.by_point,
@@ -286,58 +286,6 @@ def _backward(
         UNIFORM=skip or points % tile["BJ"] == 0,
         BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
     )  # fmt: skip
-
-
-def batch_step(batch: int, size: int, in_parts: bool) -> int:
-    """Items of a batch whose gradients of `size` bytes in all are computed at a time."""
-    return max(1, batch * CACHED // size) if in_parts and size > 2 * CACHED else batch
-
-
-def query_tile(
-    channels: int, queries: int, groups: int, points: int, dtype: torch.dtype
-) -> dict[str, int]:
-    """Queries, heads, channels, unrolled points of a tile: 128 threads that load 16 bytes each.
-
-    A compiler that is told how many registers it may use keeps more loads on their way.
-    """
-    bd = min(triton.next_power_of_2(channels), 1024)
-    rows = max(1, 128 * 16 // dtype.itemsize // bd)
-    # Heads of a pixel lie side by side: a tile takes 256 bytes of them.
-    bg = math.gcd(groups, rows, max(1, 256 // (bd * dtype.itemsize)))
-    bq = min(rows // bg, triton.next_power_of_2(queries))
-    unrolled = max(i for i in range(1, 5) if points % i == 0)
-    tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
-    registers = {4: 72, 2: 96}.get(dtype.itemsize)
-    return tile if registers is None else {**tile, "maxnreg": registers}
-
-
-def point_tile(channels: int, points: int) -> dict[str, int]:
-    """Points and channels of a tile."""
-    bp, bc = min(triton.next_power_of_2(points), 8), min(triton.next_power_of_2(channels), 64)
-    return {"BP": bp, "BC": bc, "num_warps": 1, "maxnreg": 128}
-
-
-def point_splits(queries: int, channels: int, places: int, value: Tensor) -> int:
-    """Programs that share a tile: as many as keep the GPU busy, with 64 points each at least."""
-    programs: int = queries * triton.cdiv(channels, point_tile(channels, places)["BC"])
-    return max(1, min(16 * multiprocessors(value.device) // programs, places // 64, 64))
-
-
-def backward_tile(
-    programs: int, groups: int, channels: int, points: int, policy: Policy, dtype: torch.dtype
-) -> dict[str, int]:
-    """Points, groups and channels of a tile."""
-    bk = triton.next_power_of_2(groups)
-    bd = min(triton.next_power_of_2(channels), max(1024 // bk, 1))
-    tile = {"BK": bk, "BD": bd}
-    places = triton.next_power_of_2(points)
-    if policy.outside == "skip":
-        return {"BJ": min(16, places), **tile, "num_warps": 4}
-    # One warp: no barrier. A nearest pixel needs a quarter of the registers of four corners.
-    many = dtype == torch.float32 and programs >= 1 << 16
-    elements = 512 if policy.interpolation == "nearest" else 256 if many else 128
-    tile |= {"BJ": min(max(elements // (bk * bd), 1), places), "num_warps": 1}
-    return {**tile, "maxnreg": 96} if dtype == torch.float32 else tile
 
 
 def _on(value: Tensor, metadata: Tensor) -> Tensor:

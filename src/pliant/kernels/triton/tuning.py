@@ -1,0 +1,155 @@
+"""Block sizes, splits and parts: rules on sizes, dtype and device, as they were measured."""
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from pliant.sampling.problem import Policy
+
+# Bytes of gradients that stay in a GPU's cache while they are summed.
+CACHED = 32 << 20
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# The weighted sum
+
+
+def query_tile(
+    channels: int, queries: int, groups: int, points: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """Queries, heads, channels, unrolled points of a tile: 128 threads that load 16 bytes each.
+
+    A compiler that is told how many registers it may use keeps more loads on their way.
+    """
+    bd = min(triton.next_power_of_2(channels), 1024)
+    rows = max(1, 128 * 16 // dtype.itemsize // bd)
+    # Heads of a pixel lie side by side: a tile takes 256 bytes of them.
+    bg = math.gcd(groups, rows, max(1, 256 // (bd * dtype.itemsize)))
+    bq = min(rows // bg, triton.next_power_of_2(queries))
+    unrolled = max(i for i in range(1, 5) if points % i == 0)
+    tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
+    registers = {4: 72, 2: 96}.get(dtype.itemsize)
+    return tile if registers is None else {**tile, "maxnreg": registers}
+
+
+def point_tile(channels: int, points: int) -> dict[str, int]:
+    """Points and channels of a tile."""
+    bp, bc = min(triton.next_power_of_2(points), 8), min(triton.next_power_of_2(channels), 64)
+    return {"BP": bp, "BC": bc, "num_warps": 1, "maxnreg": 128}
+
+
+def point_splits(queries: int, channels: int, places: int, value: Tensor) -> int:
+    """Programs that share a tile: as many as keep the GPU busy, with 64 points each at least."""
+    programs: int = queries * triton.cdiv(channels, point_tile(channels, places)["BC"])
+    return max(1, min(16 * multiprocessors(value.device) // programs, places // 64, 64))
+
+
+def backward_tile(
+    programs: int, groups: int, channels: int, points: int, policy: Policy, dtype: torch.dtype
+) -> dict[str, int]:
+    """Points, groups and channels of a tile."""
+    bk = triton.next_power_of_2(groups)
+    bd = min(triton.next_power_of_2(channels), max(1024 // bk, 1))
+    tile = {"BK": bk, "BD": bd}
+    places = triton.next_power_of_2(points)
+    if policy.outside == "skip":
+        return {"BJ": min(16, places), **tile, "num_warps": 4}
+    # One warp: no barrier. A nearest pixel needs a quarter of the registers of four corners.
+    many = dtype == torch.float32 and programs >= 1 << 16
+    elements = 512 if policy.interpolation == "nearest" else 256 if many else 128
+    tile |= {"BJ": min(max(elements // (bk * bd), 1), places), "num_warps": 1}
+    return {**tile, "maxnreg": 96} if dtype == torch.float32 else tile
+
+
+def batch_step(batch: int, size: int, in_parts: bool) -> int:
+    """Items of a batch whose gradients of `size` bytes in all are computed at a time."""
+    return max(1, batch * CACHED // size) if in_parts and size > 2 * CACHED else batch
+
+
+# Convolution
+
+
+def forward_tile(
+    images: int,
+    positions: int,
+    taps: int,
+    sizes: dict[str, int],
+    precision: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, int]:
+    """Positions, output channels and summed channels of a tile, and the programs that share one.
+
+    As many outputs as registers hold, because every tile gathers anew.
+    """
+    outputs, run = triton.next_power_of_2(sizes["COG"]), triton.next_power_of_2(sizes["RUN"])
+    bm, bn, bk = 64, min(max(outputs, 16), 256), max(run, 16)
+    if precision == "tf32x3":  # of both factors twice the registers
+        bn, resident = min(bn, 128), 1
+        bk = min(bk, 32 if bn <= 32 else 16)
+        launch = {"num_warps": 4, "num_stages": 1 if bn <= 32 else 2}
+        if bn > 32:
+            launch["maxnreg"] = 168
+    elif dtype == torch.float64:
+        bn, bk, resident = min(bn, 64), 16, 4
+        launch = {"num_warps": bn // 16, "num_stages": 2}
+    else:
+        bk, resident = min(bk, 128 // dtype.itemsize), max(2, min(384 // bn, 4))
+        wide = bn > 128
+        launch = {"num_warps": 8 if wide else 4, "num_stages": 3 if wide else 2}
+        launch["maxnreg"] = 168 if bn == 128 else 128
+    programs = triton.cdiv(positions, bm) * images * triton.cdiv(sizes["COG"], bn)
+    programs *= sizes["C"] // sizes["CG"]
+    steps = sizes["CG"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], bk) * taps
+    splits = max(1, min(resident * multiprocessors(device) // programs, steps // 4, 8))
+    splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none without a step
+    return {"SPLITS": splits, "BM": bm, "BN": bn, "BK": bk, **launch}
+
+
+def merge_tile(outputs: int) -> dict[str, int]:
+    """Positions and output channels."""
+    return {"BM": 32, "BN": min(triton.next_power_of_2(outputs), 64), "num_warps": 4}
+
+
+def columns_tile(width: int, channels: int, element: int) -> dict[str, int]:
+    """Places in a line of the columns, and channels: 128 bytes of a pixel."""
+    bc = min(triton.next_power_of_2(channels), 128 // element)
+    # Triton 3.6 fails to compile some narrower tiles of float64.
+    return {"BJ": max(32, min(triton.next_power_of_2(width), 64)), "BC": bc, "num_warps": 4}
+
+
+def transpose_tile(rows: int, columns: int) -> dict[str, int]:
+    return {"BR": 64, "BS": 64, "num_warps": 4}
+
+
+def product_tile(outputs: int, row: int) -> dict[str, int]:
+    """Rows and columns of a tile, and channels that are multiplied at a time."""
+    bn, bk = (
+        min(max(triton.next_power_of_2(x), 16), most) for x, most in ((row, 64), (outputs, 32))
+    )
+    return {"BM": 128, "BN": bn, "BK": bk, "num_warps": 4, "num_stages": 3}
+
+
+def differentiate_tile(channels: int, element: int) -> dict[str, int]:
+    """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
+    need no second block of channels, four times as many.
+    """
+    bc = min(triton.next_power_of_2(channels), 128 // element)
+    positions = 2048 // (bc * element) * (4 if channels <= bc else 1)
+    return {"BM": min(positions, 128), "BC": bc, "num_warps": 4}
+
+
+def collect_tile(channels: int, element: int, pixels: int, device: torch.device) -> dict[str, int]:
+    """Pixels that a program goes through, and samples, one a lane, and channels that it adds."""
+    bc = min(triton.next_power_of_2(channels), 64)
+    many = pixels * triton.cdiv(channels, bc) >= 256 * multiprocessors(device)
+    return {"BP": 4 if many else 1, "BE": min(128 // element, 32), "BC": bc, "num_warps": 1}
