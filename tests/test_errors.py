@@ -282,6 +282,16 @@ CASES = {
         TypeError,
         f"{COLS}: kernel_size must be an int or two ints (height, width), got (3, 2, 1)",
     ),
+    "sparse-shapes": (
+        attention(spatial_shapes=torch.tensor([[4, 5], [2, 3]]).to_sparse()),
+        TypeError,
+        f"{ATTN}: spatial_shapes must be a dense tensor, got torch.sparse_coo",
+    ),
+    "starts-without-numbers": (
+        attention(level_start_index=torch.empty(2, dtype=torch.int64, device="meta")),
+        ValueError,
+        f"{ATTN}: level_start_index must hold numbers, got a meta tensor",
+    ),
     "sparse": (
         attention(value=torch.rand(2, 26, 3, 4).to_sparse()),
         TypeError,

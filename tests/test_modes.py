@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import pliant
 from pliant import testing
-from pliant.sampling import maps
+from pliant.sampling import direct, maps
 
 LEVELS = [(4, 4), (2, 2)]
 IMPLS = [impl for impl in testing.impls("cpu") if impl != "triton"]
@@ -311,3 +311,31 @@ def test_operands_that_the_kernels_convert(positions: torch.dtype, strided: bool
         outs.append((out, *torch.autograd.grad(out.sum(), value)))
     for got, expected in zip(*outs, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_incoming_gradients_of_ever_new_layouts_are_not_all_remembered() -> None:
+    value, loc = torch.rand(2, 20, 2, 3, requires_grad=True), torch.rand(2, 6, 2, 1, 4, 2)
+    weights = torch.rand(2, 6, 2, 1, 4)
+    direct._plans.clear()
+    for more in range(100):
+        out = pliant.multi_scale_deformable_attn(value, [(4, 5)], None, loc, weights)
+        torch.cat([out, torch.ones(2, more, 6)], 1).square().sum().backward()
+    [(_, plans)] = direct._plans.values()
+    [plan] = plans.values()
+    assert 1 <= len(plan.backwards) <= 64
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_starts_of_maps_too_large_for_32_bits(dtype: torch.dtype) -> None:
+    """The first map claims 2**32 pixels, so that the second lies outside of the features."""
+    shapes = torch.tensor([[65536, 65536], [4, 5]], dtype=dtype)
+    value, loc = torch.rand(1, 20, 1, 2), torch.rand(1, 3, 1, 2, 2, 2)
+    loc[..., 0, :, :] = 5  # nothing of the first map is read
+
+    def attention(shapes: Tensor) -> Tensor:
+        weights = torch.ones(1, 3, 1, 2, 2)
+        return pliant.multi_scale_deformable_attn(
+            value, shapes, None, loc, weights, impl="reference"
+        )
+
+    assert make_fx(attention)(shapes)(shapes).count_nonzero() == 0

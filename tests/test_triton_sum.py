@@ -208,6 +208,16 @@ def test_deterministic_mode_finds_the_samples_of_any_maps(id, policy, determinis
     compare(args, tolerance=3e-6)
 
 
+def test_deterministic_mode_with_maps_of_another_size(deterministic):
+    """The same queries over fewer pixels, and over more: what was planned before does not fit."""
+    for height in (4, 2, 5):
+        args = problem(ATTENTION)
+        args[0] = args[0][:, : 17 + 5 * height].contiguous()
+        args[1] = torch.tensor([[[height, 5]], [[3, 3]]], device=DEVICE)
+        args[2] = torch.tensor([[0], [5 * height]], device=DEVICE)
+        compare(args, tolerance=3e-6)
+
+
 def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
     monkeypatch.setattr(tuning, "CACHED", 1)
     assert tuning.batch_step(2, 1000, True) == 1
@@ -242,6 +252,17 @@ def test_only_what_is_asked_for_is_computed(wanted):
         assert (a is not None) == need
         if a is not None:
             torch.testing.assert_close(a, b)
+
+
+def test_a_first_call_on_a_slice_does_not_spoil_those_that_follow():
+    """Slices may start where positions cannot be read in pairs."""
+    args = problem(ATTENTION)
+    args[1:3] = [x.contiguous() for x in args[1:3]]
+    whole = torch.empty(args[3].numel() + 1, device=DEVICE)[1:].view(args[3].shape)
+    sliced = [*args[:3], whole.copy_(args[3]), *args[4:]]
+    plan = kernels.plan_sum(*sliced, (2, 3, 16))
+    assert plan(*sliced[:5]) is None
+    torch.testing.assert_close(plan(*args[:5]).view(2, 3, 2, 1, 8), kernels.sample_sum(*args))
 
 
 def test_a_problem_is_planned_once():

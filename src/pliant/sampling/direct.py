@@ -134,6 +134,8 @@ class Plan:
         if unchanged and not ops.transformed(args) and not ops.observed(args):
             key = (grad.stride(), grad.dtype, needs)
             if key not in self.backwards:
+                if len(self.backwards) >= 64:
+                    self.backwards.clear()
                 self.backwards[key] = self._plan_backward(grad, operands, needs)
             kernel = self.backwards[key]
             grads: Sequence[Tensor | None] | None = None if kernel is None else kernel(*args)

@@ -65,9 +65,13 @@ def resolve(
         return _remembered(*on_host, stream)
 
     _check_given(names, expected, read[1], read_starts[1])
+    for name, x in ((names.shapes, shapes), (names.starts, starts)):
+        if isinstance(x, Tensor) and x.device.type == "meta" != value.device.type:
+            raise ValueError(f"{names.op}: {name} must hold numbers, got a meta tensor")
     shapes = _dense(shapes, value.device)
     if starts is None:
-        areas = (shapes.select(-1, 0) * shapes.select(-1, 1)).flatten()
+        heights, widths = shapes.to(torch.int64).unbind(-1)
+        areas = (heights * widths).flatten()
         starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
     return shapes, _dense(starts, value.device)
 
@@ -106,6 +110,8 @@ def _check_given(
 def _host(op: str, name: str, x: Metadata, rank: int, tracing: bool) -> Read:
     """The integers of `x`, flat (None if reading them would wait for a device), and its shape."""
     if isinstance(x, Tensor):
+        if x.layout is not torch.strided:
+            raise TypeError(f"{op}: {name} must be a dense tensor, got {x.layout}")
         if x.dtype not in INDEX_DTYPES:
             got = str(x.dtype).removeprefix("torch.")
             raise TypeError(f"{op}: {name} must be int32 or int64, got {got}")

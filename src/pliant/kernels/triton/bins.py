@@ -268,7 +268,7 @@ def _grad_value(
     many, bins, q = pairs * samples, pairs * (s + 1), loc.shape[1]
     sizes = {"V": loc.shape[3], "R": shapes.shape[1], "P": loc.shape[4]}
     blocks, tile = (triton.cdiv(many, 256),), {"B": 256, "num_warps": 4}
-    key = (first, pairs, *options.values())
+    key = (first, pairs, s, *options.values())  # what no tensor of every launch says
     keys = torch.empty(many, dtype=index, device=out.device)
     run(
         (shapes, starts, loc, keys), (locate, *key),

@@ -59,8 +59,7 @@ def plan_sum(
     splits = (
         1 if _by_query(k, policy) else tuning.point_splits(n * q * g, k * d, views * points, value)
     )
-    if not _aligned(loc, weight):  # they may be read in pairs
-        return None
+    loc, weight = _twin(loc), _twin(weight)
     dtype, acc = value.dtype, accumulator(value.dtype)
     out = torch.empty((n, q, g, k, d), dtype=dtype if splits == 1 else acc, device="meta")
     launch = _forward(value, shapes, starts, loc, weight, out, policy, splits)
@@ -198,8 +197,8 @@ def plan_sum_backward(
     acc, moved = accumulator(value.dtype), to_loc and policy.interpolation != "nearest"
     samples = grad.numel() * value.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
     in_parts = to_value and _items_at_once(value, loc, shapes.shape[1]) < value.shape[0]
-    operands = (grad, value, shapes, starts, loc, weight)
-    if samples == 0 or in_parts or to_loc != moved or not any(needs) or not _aligned(loc, weight):
+    operands = (grad, value, shapes, starts, _twin(loc), _twin(weight))
+    if samples == 0 or in_parts or to_loc != moved or not any(needs):
         return None
     fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
     pairs = zip((value, loc, weight), strides, needs, strict=True)
@@ -336,6 +335,11 @@ def _options(policy: Policy, value: Tensor, loc: Tensor, row: torch.dtype) -> di
         "ACC": _TL[accumulator(value.dtype)],
         "INTERPRET": INTERPRET,
     }
+
+
+def _twin(x: Tensor) -> Tensor:
+    """A tensor like `x` that starts where pairs can be read, as those do that a plan takes."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _aligned(*tensors: Tensor) -> bool:
