@@ -294,7 +294,9 @@ def _table(rows: list[Row]) -> Table:
         )  # fmt: skip
         for beside in ("channels_last", "torchvision", "ordinary"):
             if beside in row:
-                table.add_row("", beside.replace("_", "-"), "", _pair(row[beside]))
+                theirs = row[beside]
+                ratio = _pair((theirs[0] / ours[0], theirs[1] / ours[1]), "{:.1f}x")
+                table.add_row("", beside.replace("_", "-"), "", _pair(theirs), "", ratio)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The weighted sum of samples: from tensors to launches of its kernels; its tuning rules."""
+"""The weighted sum of samples: from tensors to launches of its kernels."""
 
 from collections.abc import Callable, Sequence
 
