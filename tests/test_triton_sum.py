@@ -45,7 +45,9 @@ def test_case(case, dtype):
     verify(case.operator, case.make(dtype, DEVICE, 0), "triton")
 
 
-def problem(policy, dtype=F32, *, groups=2, weights=1, channels=8, points=3, queries=3, seed=0):
+def problem(
+    policy, dtype=F32, *, batch=2, groups=2, weights=1, channels=8, points=3, queries=3, seed=0
+):
     """A canonical problem: two views of one or two scales, positions inside and outside."""
     generator = torch.Generator().manual_seed(seed)
     scales = 2 if policy == AGGREGATION else 1
@@ -56,9 +58,10 @@ def problem(policy, dtype=F32, *, groups=2, weights=1, channels=8, points=3, que
     spread = 5.0 if policy.position == "pixel" else 1.0
     shapes = torch.tensor([[[4, 5], [2, 3]], [[3, 3], [1, 2]]])[:, :scales]
     starts = torch.tensor([[0, 20], [26, 35]])[:, :scales]
-    loc = torch.rand(2, queries, groups, 2, points, 2, generator=generator, dtype=F64) * 1.6 - 0.3
-    value = draw(2, 37, groups, weights, channels)
-    weight = draw(2, queries, groups, 2, points, scales, weights)
+    loc = torch.rand(batch, queries, groups, 2, points, 2, generator=generator, dtype=F64)
+    loc = loc * 1.6 - 0.3
+    value = draw(batch, 37, groups, weights, channels)
+    weight = draw(batch, queries, groups, 2, points, scales, weights)
     return [
         value.to(DEVICE, dtype),
         shapes.to(DEVICE),
@@ -90,7 +93,7 @@ SIZES = {
     "attention-37": (ATTENTION, {"channels": 37}),
     "attention-one-point": (ATTENTION, {"points": 1, "channels": 16}),
     "attention-seven-points": (ATTENTION, {"points": 7}),
-    "attention-two-blocks": (ATTENTION, {"channels": 1100, "queries": 1, "groups": 1}),
+    "attention-two-blocks": (ATTENTION, {"channels": 1100, "queries": 1, "groups": 1, "batch": 1}),
     "attention-weight-groups": (ATTENTION, {"weights": 3, "channels": 5}),
     "aggregation-147": (AGGREGATION, {"channels": 49, "weights": 3, "groups": 1}),
     "aggregation-many-points": (AGGREGATION, {"points": 21, "groups": 1, "queries": 1}),
@@ -202,7 +205,7 @@ MAPS = {
 @pytest.mark.parametrize("id", MAPS)
 def test_deterministic_mode_finds_the_samples_of_any_maps(id, policy, deterministic):
     """Bins go by rows, which say neither line nor map."""
-    args = problem(policy, queries=5)
+    args = problem(policy, queries=5, groups=1)
     shapes, starts = (torch.tensor(x, device=DEVICE) for x in MAPS[id])
     args[1], args[2] = shapes.unsqueeze(1), starts.unsqueeze(1)
     compare(args, tolerance=3e-6)
@@ -232,7 +235,7 @@ def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
 def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
     """Five items, two at a time: the last part is smaller."""
     monkeypatch.setattr(tuning, "batch_step", lambda *args: 2)
-    args = problem(policy, dtype)
+    args = problem(policy, dtype, groups=1)
     for i in (0, 3, 4):
         args[i] = torch.cat([args[i], args[i].flip(0), args[i][:1] * 0.5])[:5]
     if strided:
