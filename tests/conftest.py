@@ -1,6 +1,7 @@
 """What every test runs under: fixed seeds, poisoned memory, a fair share of the cores."""
 
 import functools
+import gc
 import os
 from typing import Any, NamedTuple
 
@@ -20,6 +21,25 @@ torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 # The same examples on every run: what fails on one machine fails on the next.
 settings.register_profile("pliant", derandomize=True, deadline=None, database=None)
 settings.load_profile("pliant")
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
+    # Triton's interpreter prepares the language again at every call of a function, which takes a
+    # third of its time. Once is enough: each launch prepares what the one before has put back.
+    prepare = functools.cache(interpreter._patch_lang)
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        prepare(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: collections of garbage need not look at it."""
+    gc.freeze()
 
 
 class Backend(NamedTuple):
