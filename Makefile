@@ -14,7 +14,8 @@ unexport PYTHONPATH
 
 SOURCES := $(shell find src -not -path '*/__pycache__*') $(wildcard CMakeLists.txt) README.md
 
-PYTEST := $(BIN)/pytest -n auto --maxprocesses 8
+# A few tests take as long as thousands of others: whoever is done first takes over from the rest.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 INTERPRETED := $(wildcard tests/test_triton*.py)
 
 .PHONY: demo test lint test-gpu bench-cpu bench-gpu clean help

@@ -37,6 +37,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.InterpretedFunction.__call__ = call
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first, so that none is left at the end for one worker alone; before them those
+    that share a build, so that no other worker takes some of them over and builds again."""
+
+    def rank(item: pytest.Item) -> tuple[bool, bool]:
+        alone = {"built", "sanitized"}.isdisjoint(getattr(item, "fixturenames", ()))
+        return item.get_closest_marker("slow") is None, alone
+
+    items.sort(key=rank)
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: collections of garbage need not look at it."""
     gc.freeze()

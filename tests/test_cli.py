@@ -129,6 +129,7 @@ def one_item(make: Callable[[torch.Generator], demo.Job]) -> Callable[[torch.Gen
     return made
 
 
+@pytest.mark.slow
 def test_demo_of_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 DEVICE = """
 import sys
@@ -149,11 +150,11 @@ def compiles(script, arch, folder):
     assert done.stdout.endswith("kernels\n")
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile_and_are_launched_as_triton_would(arch, tmp_path):
-    compiles(SIZES, arch, tmp_path)
-
-
 def test_the_kernels_of_many_sums_compile(tmp_path):
     """Every second named case, in one dtype: the compiler fails on a few tiles and types."""
     compiles(CASES, 90, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_and_are_launched_as_triton_would(arch, tmp_path):
+    compiles(SIZES, arch, tmp_path)

@@ -101,6 +101,7 @@ def test_opcheck_passes_for_every_registered_operator(operator: str, impl: str) 
 
 
 # One that stands for the three sums, which are one registered operator.
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", [OPERATORS[0], *OPERATORS[3:]])
 def test_opcheck_passes_for_a_compilers_trace(operator: str) -> None:
     """The same for every kernel, and slow: a backward is traced with its own gradient, where a
