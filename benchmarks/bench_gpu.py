@@ -23,6 +23,7 @@ from rich.table import Table
 
 import pliant
 from pliant import testing
+from pliant.compat.torch_npu import npu_deformable_conv2d
 from pliant.testing import DIFFERENTIABLE, WORKLOADS
 
 Times = tuple[float, float]  # microseconds, forward and backward
@@ -46,6 +47,7 @@ class Figure(NamedTuple):
     aim: Times | None = None
 
 
+NPU = "npu_deformable_conv2d"
 FLASH = "FlashDeformAttn / Deformable-DETR"
 FIGURES = [
     Figure("detr-enc-b1", "float32", FLASH, (111, 767), (101, 243), (80, 290)),
@@ -241,7 +243,8 @@ def _extra_memory(
 
 
 def _beside(inputs: dict[str, Any], leaves: list[torch.Tensor], grad: torch.Tensor) -> Row:
-    """Ours on a channels-last input, an ordinary convolution of the size, and torchvision's."""
+    """Ours on a channels-last input, an ordinary convolution of the size, the columns alone and
+    with the output, and torchvision's."""
     x, offset, weight, mask = (inputs[name] for name in ("input", "offset", "weight", "mask"))
     padding, last = inputs["padding"], torch.channels_last
     pixels, filters = (
@@ -255,6 +258,21 @@ def _beside(inputs: dict[str, Any], leaves: list[torch.Tensor], grad: torch.Tens
         "channels_last": _times(ours, known, grad_last),
         "ordinary": _times(conv, [pixels, filters], grad_last),
     }
+    mine, moved, _, factor = (t.detach().requires_grad_() for t in (x, offset, weight, mask))
+    kernel = tuple(weight.shape[2:])
+    columns = functools.partial(
+        pliant.deform_columns, mine, moved, kernel, padding=padding, mask=factor
+    )
+    grad_columns = testing.incoming(columns().detach())
+    row["columns"] = _times(columns, [mine, moved, factor], grad_columns)
+    # The vendor's function returns the columns as well; its offsets come in blocks.
+    (down, across), pad = offset.detach().unflatten(1, (-1, 2)).unbind(2), [padding] * 4
+    blocks = torch.cat((across, down, mask.detach().to(offset.dtype)), 1).requires_grad_()
+    ones = [1, 1, 1, 1]
+    vendor = functools.partial(
+        npu_deformable_conv2d, mine, weight, blocks, None, kernel, ones, pad, ones
+    )
+    row[NPU] = _times(lambda: vendor()[0], [mine, weight, blocks], grad)
     try:
         from torchvision.ops import deform_conv2d
     except (ImportError, RuntimeError):
@@ -292,7 +310,7 @@ def _table(rows: list[Row]) -> Table:
             _pair((row["error"]["forward"], row["error"]["backward"]), "{:.0e}"),
             f"{row['extra_memory'] / 2**20:.0f}",
         )  # fmt: skip
-        for beside in ("channels_last", "torchvision", "ordinary"):
+        for beside in ("channels_last", "torchvision", "ordinary", "columns", NPU):
             if beside in row:
                 theirs = row[beside]
                 ratio = _pair((theirs[0] / ours[0], theirs[1] / ours[1]), "{:.1f}x")

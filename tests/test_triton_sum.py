@@ -221,12 +221,12 @@ def test_deterministic_mode_with_maps_of_another_size(deterministic):
         compare(args, tolerance=3e-6)
 
 
-def test_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
+def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
     monkeypatch.setattr(tuning, "CACHED", 1)
-    assert tuning.batch_step(2, 1000, True) == 1
-    assert tuning.batch_step(2, 1000, False) == 2
-    compare(problem(ATTENTION), tolerance=3e-6)
-    compare(problem(ATTENTION, F16), tolerance=2e-3)
+    assert tuning.batch_step(2, 1000, 10, 100) == 1
+    assert tuning.batch_step(2, 1000, 200, 100) == 2
+    compare(problem(ATTENTION, queries=1), tolerance=3e-6)
+    compare(problem(ATTENTION, F16, queries=1), tolerance=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
@@ -237,10 +237,19 @@ def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
     monkeypatch.setattr(tuning, "batch_step", lambda *args: 2)
     args = problem(policy, dtype, groups=1)
     for i in (0, 3, 4):
-        args[i] = torch.cat([args[i], args[i].flip(0), args[i][:1] * 0.5])[:5]
+        args[i] = torch.cat([args[i], args[i].flip(0), args[i][:1] * 0.5])
     if strided:
         args[0] = args[0].transpose(0, 1).contiguous().transpose(0, 1)
     compare(args, tolerance=3e-6 if dtype == F32 else 2e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 7])
+def test_several_queries_to_a_program(queries, monkeypatch):
+    monkeypatch.setattr(launch, "_remembered", {})
+    tile = tuning.backward_tile
+    monkeypatch.setattr(tuning, "backward_tile", lambda *args: {**tile(*args), "BQ": 4})
+    for policy in (ATTENTION, AGGREGATION, GEOMETRIC):
+        compare(problem(policy, queries=queries), tolerance=3e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
-"""Gradients of the weighted sum, a query at a time: those of positions and weights, which it owns,
-and those of the features, added atomically in the accumulator's dtype.
+"""Gradients of the weighted sum: those of positions and weights, which a query owns, and those of
+the features, added atomically in the accumulator's dtype.
+
+Programs go through one pair of item and group after another, whose features and sums stay in the
+cache.
 """
 
 import triton
@@ -26,12 +29,15 @@ def by_point(
     TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     PAIR: tl.constexpr, UNIFORM: tl.constexpr, BLOCKS: tl.constexpr,
-    BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    BQ: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    n = pid // G // Q
-    q = pid // G % Q
-    g = pid % G
+    programs = tl.cdiv(Q, BQ)  # of a pair
+    pid = tl.program_id(0)
+    n = (pid // programs // G).to(tl.int64)
+    g = (pid // programs % G).to(tl.int64)
+    first = pid % programs * BQ
+    q = first.to(tl.int64)
+    queries = tl.minimum(BQ, Q - first)
     k = tl.arange(0, BK)
     grad += n * g_n + q * g_q + g * g_g
     value += n * v_n + g * v_g
@@ -41,7 +47,47 @@ def by_point(
     grad_loc += n * gl_n + q * gl_q + g * gl_g
     grad_weight += n * gw_n + q * gw_q + g * gw_g
     grad += tl.zeros([BJ], tl.int32)[:, None, None] + (k * g_k)[None, :, None]  # [BJ, BK, 1]
-    go = _load_grad(grad, k, 0, g_d, K, D, BD, ACC)
+    m = tl.program_id(1) * R if SKIP else 0
+    if taps.all_honest(shapes + 2 * m, starts + m, R if SKIP else V * R, S):
+        for i in range(queries):
+            _query(
+                grad + i * g_q, value, shapes, starts, loc + i * l_q, weight + i * w_q,
+                grad_value, grad_loc + i * gl_q, grad_weight + i * gw_q, S, k,
+                g_d, v_s, v_k, v_d, l_v, l_p, l_c, w_v, w_p, w_r, w_k, gv_s, gv_k, gv_d,
+                gl_v, gl_p, gl_c, gw_v, gw_p, gw_r, gw_k, V, R, P, K, D,
+                UNIT, SKIP, NEAREST, True, TO_VALUE, TO_LOC, TO_WEIGHT,
+                ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, BLOCKS, BJ, BK, BD,
+            )  # fmt: skip
+    else:
+        for i in range(queries):
+            _query(
+                grad + i * g_q, value, shapes, starts, loc + i * l_q, weight + i * w_q,
+                grad_value, grad_loc + i * gl_q, grad_weight + i * gw_q, S, k,
+                g_d, v_s, v_k, v_d, l_v, l_p, l_c, w_v, w_p, w_r, w_k, gv_s, gv_k, gv_d,
+                gl_v, gl_p, gl_c, gw_v, gw_p, gw_r, gw_k, V, R, P, K, D,
+                UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
+                ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, BLOCKS, BJ, BK, BD,
+            )  # fmt: skip
+
+
+@triton.jit
+def _query(
+    grad, value, shapes, starts, loc, weight, grad_value, grad_loc, grad_weight, S, k,
+    g_d: tl.constexpr, v_s: tl.constexpr, v_k: tl.constexpr, v_d: tl.constexpr,
+    l_v: tl.constexpr, l_p: tl.constexpr, l_c: tl.constexpr,
+    w_v: tl.constexpr, w_p: tl.constexpr, w_r: tl.constexpr, w_k: tl.constexpr,
+    gv_s: tl.constexpr, gv_k: tl.constexpr, gv_d: tl.constexpr,
+    gl_v: tl.constexpr, gl_p: tl.constexpr, gl_c: tl.constexpr,
+    gw_v: tl.constexpr, gw_p: tl.constexpr, gw_r: tl.constexpr, gw_k: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
+    TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
+    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    PAIR: tl.constexpr, UNIFORM: tl.constexpr, BLOCKS: tl.constexpr,
+    BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """A query's samples, BJ at a time."""
+    go = _load_grad(grad, 0, g_d, K, D, BK, BD, ACC)
     for b in range(BLOCKS):
         j = b * BJ + tl.arange(0, BJ)
         if SKIP:  # one view after another: most see none of the points
@@ -51,11 +97,11 @@ def by_point(
         elif UNIFORM:
             v = b // (P // BJ)
             p = j % P
-            live = p < P
+            live = j >= 0  # all
         else:
             v = j // P
             p = j % P
-            live = v < V
+            live = v < V if V * P % BJ != 0 else j >= 0
         x, y = taps.load_position(loc + v * l_v + p * l_p, l_c, live, PAIR, POS)
         if SKIP:
             live = live & taps.inside(x, y)
@@ -63,33 +109,16 @@ def by_point(
             along_x = tl.zeros([BJ], ACC)
             along_y = tl.zeros([BJ], ACC)
             for r in range(R):
-                m = v * R + r
+                some = None if UNIFORM else live
+                h, w, start, _ = taps.load_map(shapes, starts, v * R + r, some, S, HONEST, ROW)
                 by = weight + (v * w_v + p * w_p + r * w_r)
                 to = grad_weight + (v * gw_v + p * gw_p + r * gw_r)
-                if UNIFORM:
-                    h, w, start, honest = taps.load_map(shapes, starts, m, None, S, False, ROW)
-                    if honest:  # always, unless the metadata lie
-                        dx, dy = _differentiate(
-                            grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
-                            g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
-                            UNIT, SKIP, NEAREST, True, TO_VALUE, TO_LOC, TO_WEIGHT,
-                            ROW, ACC, INTERPRET, BJ, BK, BD,
-                        )  # fmt: skip
-                    else:
-                        dx, dy = _differentiate(
-                            grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
-                            g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
-                            UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
-                            ROW, ACC, INTERPRET, BJ, BK, BD,
-                        )  # fmt: skip
-                else:
-                    h, w, start, _ = taps.load_map(shapes, starts, m, live, S, False, ROW)
-                    dx, dy = _differentiate(
-                        grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
-                        g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
-                        UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
-                        ROW, ACC, INTERPRET, BJ, BK, BD,
-                    )  # fmt: skip
+                dx, dy = _differentiate(
+                    grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
+                    g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
+                    UNIT, SKIP, NEAREST, HONEST, TO_VALUE, TO_LOC, TO_WEIGHT,
+                    ROW, ACC, INTERPRET, BJ, BK, BD,
+                )  # fmt: skip
                 along_x += dx
                 along_y += dy
             if TO_LOC:
@@ -109,12 +138,17 @@ def _differentiate(
     ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Samples [BJ] of one map each: their gradients, of which those along x and y are returned."""
-    group = (k < K)[None, :]
-    a = tl.load(weight[:, None] + (k * w_k)[None, :], mask=live[:, None] & group, other=0).to(ACC)
-    by_a = tl.zeros([BJ, BK], ACC)
-    by_x = tl.zeros([BJ, BK], ACC)
-    by_y = tl.zeros([BJ, BK], ACC)
+    """Samples [BJ] of one map each: their gradients, of which those along x and y are returned.
+
+    All tiles are [BJ, BK, BD], or have 1 for an axis.
+    """
+    group = (k < K)[None, :, None]
+    some = live[:, None, None] & group
+    k = k[None, :, None]
+    a = tl.load(weight[:, None, None] + k * w_k, mask=some, other=0).to(ACC)
+    by_a = tl.zeros([BJ, BK, 1], ACC)
+    by_x = by_a
+    by_y = by_a
     if NEAREST:
         row, counts = taps.nearest(x, y, h, w, start, S, live, HONEST, ROW)
     else:
@@ -124,25 +158,26 @@ def _differentiate(
         counts = m00 | m01 | m10 | m11
         fx = fx[:, None, None]
         fy = fy[:, None, None]
-        below = (row + w) - row  # `w` for each of the points
-        below = below[:, None, None]
-    from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
-    to_row = grad_value + (row * gv_s)[:, None, None] + (k * gv_k)[None, :, None]
-    for d0 in range(0, D, BD):
+        below = ((row + w) - row)[:, None, None]  # `w` for each of the points
+    counts = counts[:, None, None]
+    from_row = value + (row * v_s)[:, None, None] + k * v_k
+    to_row = grad_value + (row * gv_s)[:, None, None] + k * gv_k
+    for d0 in tl.static_range(0, D, BD):
         d = (d0 + tl.arange(0, BD))[None, None, :]
         if D > BD:
-            go = _load_grad(grad, k, d0, g_d, K, D, BD, ACC)
+            go = _load_grad(grad, d0, g_d, K, D, BK, BD, ACC)
         if NEAREST:
             n00 = _corner(counts, k, d, K, D, BK, BD)
             if TO_WEIGHT:
-                by_a += tl.sum(go * tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC), 2)
+                v00 = tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC)
+                by_a += tl.sum(go * v00, 2, keep_dims=True)
             if TO_VALUE:
-                tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
+                tl.atomic_add(to_row + d * gv_d, go * a, mask=n00, sem="relaxed")
         else:
-            n00 = _corner(m00, k, d, K, D, BK, BD)
-            n01 = _corner(m01, k, d, K, D, BK, BD)
-            n10 = _corner(m10, k, d, K, D, BK, BD)
-            n11 = _corner(m11, k, d, K, D, BK, BD)
+            n00 = _corner(m00[:, None, None], k, d, K, D, BK, BD)
+            n01 = _corner(m01[:, None, None], k, d, K, D, BK, BD)
+            n10 = _corner(m10[:, None, None], k, d, K, D, BK, BD)
+            n11 = _corner(m11[:, None, None], k, d, K, D, BK, BD)
             if TO_LOC or TO_WEIGHT:
                 at = from_row + d * v_d
                 v00 = tl.load(at, mask=n00, other=0).to(ACC)
@@ -153,29 +188,31 @@ def _differentiate(
                 top = v00 * (1 - fx) + v01 * fx
                 bottom = v10 * (1 - fx) + v11 * fx
                 if TO_WEIGHT:
-                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
-                if TO_LOC:
-                    by_x += tl.sum(go * ((v01 - v00) * (1 - fy) + (v11 - v10) * fy), 2)
-                    by_y += tl.sum(go * (bottom - top), 2)
+                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2, keep_dims=True)
+                if TO_LOC:  # differences before sums: features may have much in common
+                    along = (v01 - v00) * (1 - fy) + (v11 - v10) * fy
+                    by_x += tl.sum(go * along, 2, keep_dims=True)
+                    by_y += tl.sum(go * (bottom - top), 2, keep_dims=True)
             if TO_VALUE:
                 to = to_row + d * gv_d
-                ga = go * a[:, :, None]
-                tl.atomic_add(to, ga * ((1 - fx) * (1 - fy)), mask=n00, sem="relaxed")
-                tl.atomic_add(to + gv_s, ga * (fx * (1 - fy)), mask=n01, sem="relaxed")
+                ga = go * a
+                c00, c01, c10, c11 = taps.coefficients(fx, fy)
+                tl.atomic_add(to, ga * c00, mask=n00, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * c01, mask=n01, sem="relaxed")
                 to += below * gv_s
-                tl.atomic_add(to, ga * ((1 - fx) * fy), mask=n10, sem="relaxed")
-                tl.atomic_add(to + gv_s, ga * (fx * fy), mask=n11, sem="relaxed")
+                tl.atomic_add(to, ga * c10, mask=n10, sem="relaxed")
+                tl.atomic_add(to + gv_s, ga * c11, mask=n11, sem="relaxed")
     # A sample that does not count gives zero, whatever the incoming gradient holds.
     if TO_WEIGHT:
-        by_a = tl.where(counts[:, None], by_a, 0)
-        tl.store(grad_weight[:, None] + (k * gw_k)[None, :], by_a, mask=live[:, None] & group)
+        by_a = tl.where(counts, by_a, 0)
+        tl.store(grad_weight[:, None, None] + k * gw_k, by_a, mask=some)
     dx = tl.zeros([BJ], ACC)
     dy = tl.zeros([BJ], ACC)
     if TO_LOC:
         scale_x = w.to(ACC) if UNIT else 1.0
         scale_y = h.to(ACC) if UNIT else 1.0
-        dx = tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
-        dy = tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
+        dx = tl.sum(tl.sum(tl.where(counts, a * by_x, 0), 2), 1) * scale_x
+        dy = tl.sum(tl.sum(tl.where(counts, a * by_y, 0), 2), 1) * scale_y
     return dx, dy
 
 
@@ -190,12 +227,12 @@ def _any(live, SKIP: tl.constexpr):
 
 @triton.jit
 def _load_grad(
-    grad, k, d0, g_d: tl.constexpr,
-    K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
+    grad, d0, g_d: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The incoming gradient [BJ, BK, BD], the same for a query's points, laid out as they are."""
     d = d0 + tl.arange(0, BD)
-    column = ((k < K)[:, None] & (d < D)[None, :])[None, :, :]
+    column = ((tl.arange(0, BK) < K)[:, None] & (d < D)[None, :])[None, :, :]
     return tl.load(grad + (d * g_d)[None, None, :], mask=column, other=0).to(ACC)
 
 
@@ -204,9 +241,8 @@ def _corner(
     read, k, d, K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """A mask [BJ, BK, BD] from one of the points; channels need none where the blocks fit."""
-    read = read[:, None, None]
     if K != BK:
-        read = read & (k < K)[None, :, None]
+        read = read & (k < K)
     if D % BD != 0:
         read = read & (d < D)
     return read

@@ -24,7 +24,7 @@ def by_query(
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     BQ: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-    PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr,
+    UNROLL: tl.constexpr, PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(Q, BQ)
     pid = tl.program_id(0)
@@ -44,7 +44,7 @@ def by_query(
     loc += q * l_q + g * l_g
     weight += q * w_q + g * w_g
     if taps.all_honest(shapes, starts, V * R, S):  # always, unless the metadata lie
-        for m in tl.range(V * R, loop_unroll_factor=2):
+        for m in tl.range(V * R, loop_unroll_factor=UNROLL):
             acc = _add_map(
                 acc, value, loc, weight, shapes, starts, m, S, column, d,
                 l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,

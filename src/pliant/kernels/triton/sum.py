@@ -170,11 +170,9 @@ def sample_sum_backward(
 
 
 def _items_at_once(value: Tensor, loc: Tensor, scales: int) -> int:
-    """Items of the batch whose gradient fits into the cache: cleared, summed and rounded there."""
-    acc, (n, s) = accumulator(value.dtype), value.shape[:2]
     samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * scales
-    sparse = samples < 2 * s  # clearing costs as much as the sums
-    return tuning.batch_step(n, value.numel() * acc.itemsize, acc != value.dtype or sparse)
+    size = value.numel() * accumulator(value.dtype).itemsize
+    return tuning.batch_step(value.shape[0], size, samples, value.shape[1])
 
 
 def plan_sum_backward(
@@ -273,7 +271,7 @@ def _backward(
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
         backward.by_point,
-        (n * q * g, views if skip else 1),
+        (n * g * triton.cdiv(q, tile["BQ"]), views if skip else 1),
         (q, s, g, *(stride for x in operands for stride in _outer(x))),
         **_inner("g", grad, "n q g k d"), **_inner("v", value, "n s g k d"),
         **_inner("l", loc, "n q g v p c"), **_inner("w", weight, "n q g v p r k"),

@@ -37,6 +37,7 @@ def query_tile(
     bq = min(rows // bg, triton.next_power_of_2(queries))
     unrolled = max(i for i in range(1, 5) if points % i == 0)
     tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
+    tile["UNROLL"] = 2 if unrolled == points else 4  # maps in one loop body
     registers = {4: 72, 2: 96}.get(dtype.itemsize)
     return tile if registers is None else {**tile, "maxnreg": registers}
 
@@ -56,10 +57,10 @@ def point_splits(queries: int, channels: int, places: int, value: Tensor) -> int
 def backward_tile(
     programs: int, groups: int, channels: int, points: int, policy: Policy, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Points, groups and channels of a tile."""
+    """Queries that a program goes through, and points, groups and channels of a tile."""
     bk = triton.next_power_of_2(groups)
     bd = min(triton.next_power_of_2(channels), max(1024 // bk, 1))
-    tile = {"BK": bk, "BD": bd}
+    tile = {"BQ": 4 if programs >= 1 << 16 else 1, "BK": bk, "BD": bd}
     places = triton.next_power_of_2(points)
     if policy.outside == "skip":
         return {"BJ": min(16, places), **tile, "num_warps": 4}
@@ -70,9 +71,12 @@ def backward_tile(
     return {**tile, "maxnreg": 96} if dtype == torch.float32 else tile
 
 
-def batch_step(batch: int, size: int, in_parts: bool) -> int:
-    """Items of a batch whose gradients of `size` bytes in all are computed at a time."""
-    return max(1, batch * CACHED // size) if in_parts and size > 2 * CACHED else batch
+def batch_step(batch: int, size: int, samples: int, pixels: int) -> int:
+    """Items of a batch whose gradients, of `size` bytes in all, are computed at a time: if samples
+    are so few that clearing takes as long as adding, as many as stay in the cache between the two.
+    """
+    in_parts = samples < 2 * pixels and size > 2 * CACHED
+    return max(1, batch * CACHED // size) if in_parts else batch
 
 
 # Convolution
