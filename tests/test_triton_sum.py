@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import pliant
-from pliant.sampling import ops, reference
+from pliant.sampling import direct, ops, reference
 from pliant.sampling.problem import Policy
-from pliant.testing import CASES, run, verify
+from pliant.testing import CASES, DIFFERENTIABLE, run, verify
+from pliant.testing.cases import aggregation, attention, geometric
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
@@ -222,6 +223,7 @@ def test_deterministic_mode_with_maps_of_another_size(deterministic):
 
 
 def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
+    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "CACHED", 1)
     assert tuning.batch_step(2, 1000, 10, 100) == 1
     assert tuning.batch_step(2, 1000, 200, 100) == 2
@@ -234,6 +236,7 @@ def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch)
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
     """Five items, two at a time: the last part is smaller."""
+    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "batch_step", lambda *args: 2)
     args = problem(policy, dtype, groups=1)
     for i in (0, 3, 4):
@@ -241,6 +244,20 @@ def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
     if strided:
         args[0] = args[0].transpose(0, 1).contiguous().transpose(0, 1)
     compare(args, tolerance=3e-6 if dtype == F32 else 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_parts_of_a_batch_in_planned_calls(strided, dtype, monkeypatch):
+    monkeypatch.setattr(direct, "_plans", {})
+    monkeypatch.setattr(tuning, "batch_step", lambda *args: 2)
+    makers = (attention(batch=5), aggregation(batch=5), geometric(batch=5))
+    for operator, make in zip(SUMS, makers, strict=True):
+        inputs = make(dtype, DEVICE, 0)
+        features = DIFFERENTIABLE[operator][0]
+        if strided:
+            inputs[features] = inputs[features].transpose(0, 1).contiguous().transpose(0, 1)
+        verify(operator, inputs, "triton")
 
 
 @pytest.mark.parametrize("queries", [1, 4, 7])

@@ -65,12 +65,12 @@ def remembered(key: Hashable, make: Callable[[], T]) -> T:
     return known
 
 
-def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Launch]) -> None:
-    """Launch what `plan` gives, made once for the sizes, strides and alignment of the tensors."""
+def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Callable[..., T]]) -> T:
+    """Call what `plan` gives, made once for the sizes, strides and alignment of the tensors."""
     signature = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
     launch = remembered((key, tensors[0].device, signature), plan)
     with _device_of(tensors[0]):
-        launch(*tensors)
+        return launch(*tensors)
 
 
 _here = contextlib.nullcontext()

@@ -19,23 +19,11 @@ _INTEGER = {torch.int32: tl.int32, torch.int64: tl.int64}
 def sample_sum(
     value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor, policy: Policy
 ) -> Tensor:
-    n, s, g, k, d = value.shape
-    _, q, _, views, points, _ = loc.shape
-    scales = shapes.shape[1]
-    out = torch.empty(n, q, g, k, d, dtype=value.dtype, device=value.device)
-    if out.numel() == 0:
-        return out
-    if views * points * scales == 0 or s == 0:
-        return out.zero_()
-    shapes, starts = _on(value, shapes), _on(value, starts)
-    splits = (
-        1 if _by_query(k, policy) else tuning.point_splits(n * q * g, k * d, views * points, value)
-    )
-    parts = out if splits == 1 else out.new_empty(splits, *out.shape, dtype=accumulator(out.dtype))
-    tensors = (value, shapes, starts, loc, weight, parts)
-    run(tensors, policy, lambda: _forward(*tensors, policy, splits))
-    if splits > 1:
-        torch.sum(parts, 0, out=out) if out.dtype == parts.dtype else out.copy_(parts.sum(0))
+    size = (value.shape[0], loc.shape[1], *value.shape[2:])
+    if _nothing(value, shapes, loc):
+        return value.new_zeros(size)
+    tensors = (value, _on(value, shapes), _on(value, starts), loc, weight)
+    out: Tensor = run(tensors, policy, lambda: _forward(*tensors, policy, size))
     return out
 
 
@@ -52,32 +40,23 @@ def plan_sum(
 
     None, here or from the function, if the way through sample_sum is the right one.
     """
-    n, s, g, k, d = value.shape
-    _, q, _, views, points, _ = loc.shape
-    if n * q * g * k * d == 0 or views * points * shapes.shape[1] == 0 or s == 0:
+    if _nothing(value, shapes, loc):
         return None
-    splits = (
-        1 if _by_query(k, policy) else tuning.point_splits(n * q * g, k * d, views * points, value)
-    )
-    loc, weight = _twin(loc), _twin(weight)
-    dtype, acc = value.dtype, accumulator(value.dtype)
-    out = torch.empty((n, q, g, k, d), dtype=dtype if splits == 1 else acc, device="meta")
-    launch = _forward(value, shapes, starts, loc, weight, out, policy, splits)
+    start = _forward(value, shapes, starts, _twin(loc), _twin(weight), policy, size)
 
-    def run(
+    def planned(
         value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> Tensor | None:
         if not _aligned(loc, weight):
             return None
-        out = value.new_empty(*size)
-        parts = out if splits == 1 else value.new_empty(splits, *size, dtype=acc)
         with _device_of(value):
-            launch(value, shapes, starts, loc, weight, parts)
-        if splits > 1:
-            torch.sum(parts, 0, out=out) if dtype == acc else out.copy_(parts.sum(0))
-        return out
+            return start(value, shapes, starts, loc, weight)
 
-    return run
+    return planned
+
+
+def _nothing(value: Tensor, shapes: Tensor, loc: Tensor) -> bool:
+    return value.numel() * loc.numel() * shapes.shape[1] == 0
 
 
 def _by_query(groups: int, policy: Policy) -> bool:
@@ -85,6 +64,36 @@ def _by_query(groups: int, policy: Policy) -> bool:
 
 
 def _forward(
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    size: Sequence[int],
+) -> Callable[..., Tensor]:
+    """A function of such tensors: their sum as [*size]."""
+    n, _, g, k, d = value.shape
+    q, views, points = loc.shape[1], *loc.shape[3:5]
+    splits = (
+        1 if _by_query(k, policy) else tuning.point_splits(n * q * g, k * d, views * points, value)
+    )
+    dtype, acc = value.dtype, accumulator(value.dtype)
+    out = torch.empty(n, q, g, k, d, dtype=dtype if splits == 1 else acc, device="meta")
+    launch = _launch(value, shapes, starts, loc, weight, out, policy, splits)
+
+    def start(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor) -> Tensor:
+        out = value.new_empty(*size)
+        parts = out if splits == 1 else value.new_empty(splits, *size, dtype=acc)
+        launch(value, shapes, starts, loc, weight, parts)
+        if splits > 1:
+            torch.sum(parts, 0, out=out) if dtype == acc else out.copy_(parts.sum(0))
+        return out
+
+    return start
+
+
+def _launch(
     value: Tensor,
     shapes: Tensor,
     starts: Tensor,
@@ -130,49 +139,27 @@ def sample_sum_backward(
     weight: Tensor,
     policy: Policy,
     needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    n, s, views, points = *value.shape[:2], *loc.shape[3:5]
-    scales, acc = shapes.shape[1], accumulator(value.dtype)
+) -> tuple[Tensor | None, ...]:
+    likes = (value, loc, weight)
+    if _nothing(value, shapes, loc):
+        both = zip(likes, needs, strict=True)
+        return tuple(torch.zeros_like(x) if need else None for x, need in both)
+    tensors = (grad, value, _on(value, shapes), _on(value, starts), loc, weight)
     to_value, to_loc, to_weight = needs
-    nothing = grad.numel() * s * views * points * scales == 0
-    # The policy "skip" never visits a point that does not count: its gradients are set here.
-    fresh = torch.zeros_like if nothing or policy.outside == "skip" else torch.empty_like
-    moved = to_loc and policy.interpolation != "nearest"
-    grad_value = torch.empty_like(value) if to_value else None
-    grad_loc = (fresh(loc) if moved else torch.zeros_like(loc)) if to_loc else None
-    grad_weight = fresh(weight) if to_weight else None
-    if nothing:
-        return grad_value if grad_value is None else grad_value.zero_(), grad_loc, grad_weight
+    collected = to_value and torch.are_deterministic_algorithms_enabled()
+    wanted = (to_value and not collected, to_loc, to_weight)
 
-    shapes, starts = _on(value, shapes), _on(value, starts)
-    if grad_value is not None and torch.are_deterministic_algorithms_enabled():
+    def plan() -> Callable[..., tuple[Tensor | None, ...]]:
+        strides = [torch.empty_like(x, device="meta").stride() for x in likes]
+        return _backward(*tensors, policy, wanted, strides)
+
+    grads = run(tensors, (policy, wanted), plan)
+    if collected:
         options = _options(policy, value, loc, _row_type(value, loc, weight, grad))
-        bins.grad_value(grad, shapes, starts, loc, weight, grad_value, options)
-        to_value = False
-    rounded = to_value and acc != value.dtype
-    step = _items_at_once(value, loc, scales) if to_value else n
-    total = torch.empty_like(value[:step], dtype=acc) if rounded else None
-    for first in range(0, n, step):
-        items = slice(first, first + step)
-        sums = None
-        if grad_value is not None and to_value:
-            sums = grad_value[items] if total is None else total[: len(grad_value[items])]
-            sums.zero_()
-        _gradients(
-            grad[items], value[items], shapes, starts, loc[items], weight[items], sums,
-            grad_loc[items] if moved and grad_loc is not None else None,
-            None if grad_weight is None else grad_weight[items],
-            policy,
-        )  # fmt: skip
-        if grad_value is not None and total is not None and sums is not None:
-            grad_value[items].copy_(sums)
-    return grad_value, grad_loc, grad_weight
-
-
-def _items_at_once(value: Tensor, loc: Tensor, scales: int) -> int:
-    samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * scales
-    size = value.numel() * accumulator(value.dtype).itemsize
-    return tuning.batch_step(value.shape[0], size, samples, value.shape[1])
+        by_value = torch.empty_like(value)
+        bins.grad_value(grad, *tensors[2:], by_value, options)
+        return by_value, *grads[1:]
+    return grads
 
 
 def plan_sum_backward(
@@ -191,66 +178,92 @@ def plan_sum_backward(
 
     None, here or from the function, if the way through sample_sum_backward is the right one.
     """
-    to_value, to_loc, to_weight = needs
-    acc, moved = accumulator(value.dtype), to_loc and policy.interpolation != "nearest"
-    samples = grad.numel() * value.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
-    in_parts = to_value and _items_at_once(value, loc, shapes.shape[1]) < value.shape[0]
-    operands = (grad, value, shapes, starts, _twin(loc), _twin(weight))
-    if samples == 0 or in_parts or to_loc != moved or not any(needs):
+    if _nothing(value, shapes, loc):
         return None
-    fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
-    pairs = zip((value, loc, weight), strides, needs, strict=True)
-    gv, gl, gw = (
-        torch.empty_strided(x.shape, stride, dtype=x.dtype, device="meta") if need else x
-        for x, stride, need in pairs
-    )
-    launch = _backward(*operands, gv, gl, gw, policy, (to_value, to_loc, to_weight))
+    operands = (grad, value, shapes, starts, _twin(loc), _twin(weight))
+    start = _backward(*operands, policy, needs, strides)
 
-    def run(
+    def planned(
         grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, ...] | None:
-        operands = (grad, value, shapes, starts, loc, weight)
         if torch.are_deterministic_algorithms_enabled() or not _aligned(loc, weight):
             return None
-        sums = torch.zeros_like(value, dtype=acc) if to_value else None
-        grad_loc = fresh(loc) if to_loc else None
-        grad_weight = fresh(weight) if to_weight else None
         with _device_of(value):
-            launch(
-                *operands,
-                value if sums is None else sums,
-                loc if grad_loc is None else grad_loc,
-                weight if grad_weight is None else grad_weight,
-            )
-        return sums if sums is None else sums.to(value.dtype), grad_loc, grad_weight
+            return start(grad, value, shapes, starts, loc, weight)
 
-    return run
+    return planned
 
 
-def _gradients(
+def _backward(
     grad: Tensor,
     value: Tensor,
     shapes: Tensor,
     starts: Tensor,
     loc: Tensor,
     weight: Tensor,
-    grad_value: Tensor | None,
-    grad_loc: Tensor | None,
-    grad_weight: Tensor | None,
     policy: Policy,
-) -> None:
-    """Gradients of some items of the batch; that of the features is added to `grad_value`."""
-    atomic = grad_value is not None
-    if atomic or grad_loc is not None or grad_weight is not None:
-        wanted = (atomic, grad_loc is not None, grad_weight is not None)
-        gv = value if grad_value is None else grad_value
-        gl = loc if grad_loc is None else grad_loc
+    needs: Sequence[bool],
+    strides: Sequence[tuple[int, ...]],
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """A function of such tensors: the gradients that are needed, some items of the batch at a time.
+
+    That of the features is summed in the accumulator's dtype, and rounded if it has another.
+    """
+    (to_value, to_loc, to_weight), n = needs, value.shape[0]
+    moved = to_loc and policy.interpolation != "nearest"
+    acc = accumulator(value.dtype)
+    rounded = to_value and acc != value.dtype
+    samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
+    size = value.numel() * acc.itemsize
+    step = tuning.batch_step(n, size, samples, value.shape[1]) if to_value else n
+    wanted = (to_value, moved, to_weight)
+    made = [
+        torch.empty_strided(x.shape, stride, dtype=x.dtype, device="meta") if need else x
+        for x, stride, need in zip((value, loc, weight), strides, wanted, strict=True)
+    ]
+    if rounded:
+        whole = step == n
+        made[0] = made[0].to(acc) if whole else made[0].new_empty(value.shape, dtype=acc)
+
+    def launch(items: slice) -> Launch:
+        g, v, x, w, gv, gx, gw = (t[items] for t in (grad, value, loc, weight, *made))
+        return _launch_backward(g, v, shapes, starts, x, w, gv, gx, gw, policy, wanted)
+
+    parts = [slice(first, min(first + step, n)) for first in range(0, n, step)]
+    known = {part.stop - part.start: part for part in parts} if any(wanted) else {}
+    launches = {length: launch(part) for length, part in known.items()}
+    # The policy "skip" never visits a point that does not count: its gradients are set here.
+    fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
+
+    def start(
+        grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grad_loc = (fresh(loc) if moved else torch.zeros_like(loc)) if to_loc else None
+        grad_weight = fresh(weight) if to_weight else None
+        gl = loc if grad_loc is None or not moved else grad_loc
         gw = weight if grad_weight is None else grad_weight
-        tensors = (grad, value, shapes, starts, loc, weight, gv, gl, gw)
-        run(tensors, (policy, wanted), lambda: _backward(*tensors, policy, wanted))
+        if step == n:
+            sums = torch.zeros_like(value, dtype=acc) if to_value else value
+            if launches:
+                launches[n](grad, value, shapes, starts, loc, weight, sums, gl, gw)
+            return sums.to(value.dtype) if to_value else None, grad_loc, grad_weight
+        grad_value = torch.empty_like(value)
+        total = value.new_empty(step, *value.shape[1:], dtype=acc) if rounded else None
+        for part in parts:
+            length = part.stop - part.start
+            sums = (grad_value[part] if total is None else total[:length]).zero_()
+            launches[length](
+                grad[part], value[part], shapes, starts, loc[part], weight[part],
+                sums, gl[part], gw[part],
+            )  # fmt: skip
+            if rounded:
+                grad_value[part].copy_(sums)
+        return grad_value, grad_loc, grad_weight
+
+    return start
 
 
-def _backward(
+def _launch_backward(
     grad: Tensor,
     value: Tensor,
     shapes: Tensor,
