@@ -18,6 +18,8 @@ GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton.language as tl  # noqa: E402
+
 from pliant.kernels.triton import bins, launch, sum as kernels, tuning  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -210,6 +212,27 @@ def test_deterministic_mode_finds_the_samples_of_any_maps(id, policy, determinis
     shapes, starts = (torch.tensor(x, device=DEVICE) for x in MAPS[id])
     args[1], args[2] = shapes.unsqueeze(1), starts.unsqueeze(1)
     compare(args, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION], ids=str)
+def test_a_map_so_wide_that_its_width_times_a_stride_exceeds_32_bits(policy):
+    """Of the second line, which starts within the features, nothing else may be touched."""
+    args = problem(policy, queries=1)
+    args[1][0, 0] = torch.tensor([4, 2**28], device=DEVICE)
+    args[3][:] = torch.tensor([3e-8, 0.05], device=DEVICE)  # between the lines -1 and 0
+    compare(args, tolerance=3e-6)
+
+
+def test_rows_are_counted_in_64_bits_if_a_gradient_needs_them():
+    """That of features which all heads share is larger than they are."""
+    value = torch.empty(1, 1 << 20, 1, 1, 256, device="meta").expand(-1, -1, 8, -1, -1)
+    loc = torch.empty(1, 1, 8, 1, 1, 2, device="meta")
+    weight, grad = loc[..., :1, None], loc.new_empty(1, 1, 8, 1, 256)
+    maps = torch.empty(1, 1, 2, device="meta"), torch.empty(1, 1, device="meta")
+    launch = kernels._launch_backward(
+        grad, value, *maps, loc, weight, torch.empty_like(value), loc, weight, ATTENTION, [True] * 3
+    )
+    assert launch.constants["ROW"] == tl.int64
 
 
 def test_deterministic_mode_with_maps_of_another_size(deterministic):

@@ -37,7 +37,7 @@ def by_point(
     g = (pid // programs % G).to(tl.int64)
     first = pid % programs * BQ
     q = first.to(tl.int64)
-    queries = tl.minimum(BQ, Q - first)
+    queries = tl.minimum(BQ, Q - first).to(tl.int64)
     k = tl.arange(0, BK)
     grad += n * g_n + q * g_q + g * g_g
     value += n * v_n + g * v_g
@@ -58,7 +58,7 @@ def by_point(
                 UNIT, SKIP, NEAREST, True, TO_VALUE, TO_LOC, TO_WEIGHT,
                 ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, BLOCKS, BJ, BK, BD,
             )  # fmt: skip
-    else:
+    else:  # where products of a false size and a stride may exceed 32 bits
         for i in range(queries):
             _query(
                 grad + i * g_q, value, shapes, starts, loc + i * l_q, weight + i * w_q,
@@ -66,7 +66,7 @@ def by_point(
                 g_d, v_s, v_k, v_d, l_v, l_p, l_c, w_v, w_p, w_r, w_k, gv_s, gv_k, gv_d,
                 gl_v, gl_p, gl_c, gw_v, gw_p, gw_r, gw_k, V, R, P, K, D,
                 UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
-                ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, BLOCKS, BJ, BK, BD,
+                tl.int64, POS, ACC, INTERPRET, PAIR, UNIFORM, BLOCKS, BJ, BK, BD,
             )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _differentiate(
     counts = counts[:, None, None]
     from_row = value + (row * v_s)[:, None, None] + k * v_k
     to_row = grad_value + (row * gv_s)[:, None, None] + k * gv_k
-    for d0 in tl.static_range(0, D, BD):
+    for d0 in range(0, D, BD):
         d = (d0 + tl.arange(0, BD))[None, None, :]
         if D > BD:
             go = _load_grad(grad, d0, g_d, K, D, BK, BD, ACC)

@@ -50,12 +50,13 @@ def by_query(
                 l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,
                 UNIT, SKIP, NEAREST, True, ROW, POS, ACC, INTERPRET, BD, BP, PAIR, WEIGHT_PAIR,
             )  # fmt: skip
-    else:
+    else:  # where products of a false size and a stride may exceed 32 bits
         for m in range(V * R):
             acc = _add_map(
                 acc, value, loc, weight, shapes, starts, m, S, column, d,
                 l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,
-                UNIT, SKIP, NEAREST, False, ROW, POS, ACC, INTERPRET, BD, BP, PAIR, WEIGHT_PAIR,
+                UNIT, SKIP, NEAREST, False, tl.int64, POS, ACC, INTERPRET, BD, BP,
+                PAIR, WEIGHT_PAIR,
             )  # fmt: skip
     at = out + (n * Q * G + first_g) * D + ((q * G + g) * D)[:, None] + d[None, :]
     tl.store(at, acc, mask=_both(live, d, D, BD))
@@ -151,17 +152,18 @@ def by_point(
             live = live & taps.inside(x, y)
         if tl.max(live.to(tl.int32), 0) > 0:
             for r in range(R):
-                h, w, start, honest = taps.load_map(shapes, starts, v * R + r, None, S, False, ROW)
+                m = v * R + r
+                h, w, start, honest = taps.load_map(shapes, starts, m, None, S, False, tl.int64)
                 by = (weight + (v * w_v + p * w_p + r * w_r))[:, None] + group
                 if honest:  # always, unless the metadata lie
                     acc = _add_points(
-                        acc, value, by, x, y, h, w, start, S, live, column, c, v_s, K * D,
-                        UNIT, SKIP, NEAREST, True, ROW, ACC, INTERPRET, BC,
+                        acc, value, by, x, y, h.to(ROW), w.to(ROW), start.to(ROW), S, live,
+                        column, c, v_s, K * D, UNIT, SKIP, NEAREST, True, ROW, ACC, INTERPRET, BC,
                     )  # fmt: skip
                 else:
                     acc = _add_points(
                         acc, value, by, x, y, h, w, start, S, live, column, c, v_s, K * D,
-                        UNIT, SKIP, NEAREST, False, ROW, ACC, INTERPRET, BC,
+                        UNIT, SKIP, NEAREST, False, tl.int64, ACC, INTERPRET, BC,
                     )  # fmt: skip
     out += (tl.program_id(2) * tl.num_programs(0).to(tl.int64) + pid) * (K * D)
     tl.store(out + c, tl.sum(acc, 0), mask=c < K * D)

@@ -291,7 +291,7 @@ def _launch_backward(
         **_inner("gv", grad_value, "n s g k d"), **_inner("gl", grad_loc, "n q g v p c"),
         **_inner("gw", grad_weight, "n q g v p r k"),
         V=views, R=shapes.shape[1], P=points, K=k, D=d,
-        **_options(policy, value, loc, _row_type(value, loc, weight, grad)),
+        **_options(policy, value, loc, _row_type(*operands)),
         TO_VALUE=wanted[0], TO_LOC=wanted[1], TO_WEIGHT=wanted[2], PAIR=_paired(loc, 5),
         UNIFORM=skip or points % tile["BJ"] == 0,
         BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
