@@ -37,7 +37,8 @@ def query_tile(
     bq = min(rows // bg, triton.next_power_of_2(queries))
     unrolled = max(i for i in range(1, 5) if points % i == 0)
     tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
-    tile["UNROLL"] = 2 if unrolled == points else 4  # maps in one loop body
+    # Maps in one loop body.
+    tile["UNROLL"] = 4 if dtype == torch.float32 and points > unrolled else 2
     registers = {4: 72, 2: 96}.get(dtype.itemsize)
     return tile if registers is None else {**tile, "maxnreg": registers}
 
