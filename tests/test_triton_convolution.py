@@ -80,6 +80,25 @@ LARGER = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"channels": 6, "groups": 3, "deformable_groups": 2, "out_channels": 3, "batch": 1}],
+    ids=str,
+)
+def test_an_infinite_gradient_reaches_the_weights_whose_samples_count(sizes, poison):
+    """As the reference has it; the other taps of the position that it comes from lie outside."""
+    inputs = convolution(**sizes)(F32, DEVICE, 0)
+    inputs["offset"][0, 2:, 2, 1] = 1000
+    grad = incoming(run(CONV, inputs, "triton", grad=False)[0])
+    grad[0, 1, 2, 1] = poison
+    _, got = run(CONV, inputs, "triton", grad_output=grad)
+    _, expected = run(CONV, inputs, "reference", grad_output=grad)
+    assert not got["weight"].isfinite().all()
+    assert got["weight"][..., 1, 1].isfinite().all()
+    torch.testing.assert_close(got["weight"], expected["weight"], equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
 @pytest.mark.parametrize("id", LARGER)
 def test_larger(id, dtype):

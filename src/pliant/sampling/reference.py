@@ -6,6 +6,7 @@ any product, in every operand, so that no NaN or Inf of it can reach a result or
 order.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -393,7 +394,7 @@ def deform_conv_backward(
     """Gradients of input, offset, mask, weight and bias."""
     window = _window(input, offset, mask, weight.shape[2:], stride, padding, dilation)
     points = _points(window)
-    columns, filters = _products(points, weight)
+    _, filters = _products(points, weight)
     n, q, g, p, _, d = points.shape
     groups = filters.shape[0]
     by_group = grad.to(points.dtype).reshape(
@@ -402,9 +403,31 @@ def deform_conv_backward(
     grad_columns = torch.einsum("ngoq,goi->nqgi", by_group, filters)
     grad_points = grad_columns.reshape(n, q, g, d, p, 1).permute(0, 1, 2, 4, 5, 3)
     sampled = _points_backward(grad_points, window, input, offset, mask, needs)
-    grad_weight = torch.einsum("ngoq,nqgi->goi", by_group, columns).reshape(weight.shape)
     return (
         *sampled,
-        grad_weight.to(weight.dtype) if needs[3] else None,
+        _grad_filters(by_group, points, window, weight).to(weight.dtype) if needs[3] else None,
         grad.to(points.dtype).sum((0, 2, 3)).to(weight.dtype) if needs[4] else None,
     )
+
+
+def _grad_filters(by_group: Tensor, points: Tensor, window: _Window, weight: Tensor) -> Tensor:
+    """Tap by tap, so that the gradient can be left out where a sample does not count.
+
+    `by_group` is [N, groups, Co/groups, Q], a run of channels has one group and one offset group.
+    """
+    n, q, g, p, _, d = points.shape
+    inner = weight.shape[1]
+    if not window.pixels or not inner:
+        return torch.zeros_like(weight, dtype=points.dtype)
+    run = math.gcd(inner, d)
+    come = by_group.permute(0, 3, 1, 2).repeat_interleave(
+        inner // run, 2
+    )  # [N, Q, runs, Co/groups]
+    counts = _counts(window.pixels).repeat_interleave(d // run, 2)  # [N, Q, runs, P]
+    samples = points.permute(0, 1, 2, 5, 3, 4).reshape(n, q, g * d // run, run, p)
+    by_tap: list[Tensor] = [
+        torch.einsum("nqro,nqri->ori", torch.where(counts[..., k, None], come, 0), samples[..., k])
+        for k in range(p)
+    ]  # [Co/groups, runs, run] each
+    grad: Tensor = torch.stack(by_tap, -1).unflatten(1, (-1, inner // run)).transpose(0, 1)
+    return grad.reshape(weight.shape)

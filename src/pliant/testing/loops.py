@@ -276,6 +276,9 @@ def deform_conv2d(
         )  # fmt: skip
 
     columns = columns_of()
+    # A sample of ones is above zero if it counts.
+    ones = torch.ones_like(input)
+    counts = deform_columns(ones, offset, (kh, kw), stride, padding, dilation).tolist()
     col, w, b, g = _lists(absolute, columns, weight, bias, grad_output, positions=None)
     out = _zeros(batch, out_channels, out_h, out_w)
     grad_col, grad_w, grad_b = _zeros(*columns.shape), _zeros(*weight.shape), _zeros(out_channels)
@@ -288,7 +291,8 @@ def deform_conv2d(
             row, column = oy * kh + ky, ox * kw + kx
             total += w[o][c][ky][kx] * col[n][first + c][row][column]
             if incoming is not None:
-                grad_w[o][c][ky][kx] += incoming * col[n][first + c][row][column]
+                if counts[n][first + c][row][column]:
+                    grad_w[o][c][ky][kx] += incoming * col[n][first + c][row][column]
                 grad_col[n][first + c][row][column] += incoming * w[o][c][ky][kx]
         out[n][o][oy][ox] = total
         if incoming is not None:

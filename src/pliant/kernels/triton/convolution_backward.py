@@ -5,6 +5,7 @@ The gradient of the columns exists for some images at a time, [groups, positions
 `locate`, `fill`   sort the samples by the cell of four pixels in which they lie
 `collect`          the gradient of the input: a pixel sums over the samples in four cells around it
 `differentiate`    the gradients of offset and mask, and the columns, for the gradient of the weight
+`settle`           the gradient of the weight, rounded, and right where gradients are infinite
 
 The products with the weight and with the columns are PyTorch's own, but for `product`: three
 products of tf32 are faster than one in float32 and as precise.
@@ -282,6 +283,59 @@ def product(
     tl.store(at, acc, mask=sides(m < rows, n < N, N % BN == 0))
 
 
+@triton.jit(do_not_specialize=["rows", "Q", "H", "W", "WO", "o_n", "a_n"])
+def settle(
+    filters, grad, input, offset, modulation, out,
+    rows, Q, H, W, WO, o_n, o_c, o_q, a_n, a_c, a_q, w_o, w_c, w_y, w_x,
+    C: tl.constexpr, CO: tl.constexpr, CG: tl.constexpr, COG: tl.constexpr, CD: tl.constexpr,
+    RUN: tl.constexpr, K: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    MODULATED: tl.constexpr, ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr,
+    INTERPRET: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the weight, [CO, CG, kh, kw], by the sums `filters`, [groups, K * CG, COG].
+
+    They have multiplied the gradients of all `rows` outputs with columns, which are zero where a
+    sample does not count. That makes a NaN of an infinite gradient: where there is one, only the
+    samples that count are summed again.
+    """
+    BLOCKS: tl.constexpr = (RUN + BC - 1) // BC
+    k = tl.program_id(0)
+    run = tl.program_id(1) // BLOCKS * RUN
+    group = run // CG
+    c = tl.program_id(1) % BLOCKS * BC + tl.arange(0, BC)
+    counts = c < RUN
+    c += run
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    both = counts[:, None] & (o < COG)[None, :]
+    line = (group * K + k) * CG + c - group * CG
+    sums = tl.load(filters + line.to(tl.int64)[:, None] * COG + o[None, :], mask=both, other=0)
+    if tl.max((sums != sums).to(tl.int32)) > 0:
+        sums = tl.zeros([BC, BO], ACC)
+        for first in range(0, rows, BQ):
+            i = first + tl.arange(0, BQ)
+            live = i < rows
+            i = tl.minimum(i, rows - 1).to(tl.int64)
+            n = i // Q
+            row, fx, fy, m00, m01, m10, m11, a = tap(
+                offset + n * o_n, modulation + n * a_n, (i % Q).to(tl.int32), run // CD, k,
+                H, W, WO, o_c, o_q, a_c, a_q, live,
+                K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
+            )  # fmt: skip
+            c00, c01, c10, c11 = taps.scaled(fx, fy, a, m00, m01, m10, m11)
+            v00, v01, v10, v11 = load_corners(
+                input, n * H * W + row, c, m00, m01, m10, m11, counts, W, C, False
+            )
+            sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC)
+            inside = (m00 | m01 | m10 | m11)[:, None] & (o < COG)[None, :]
+            at = grad + i[:, None] * CO + (group * COG + o)[None, :]
+            come = tl.load(at, mask=inside, other=0).to(ACC)
+            sums += tl.sum(sample[:, :, None] * come[:, None, :], 0)
+    at = out + (group * COG + o).to(tl.int64)[None, :] * w_o + (c - group * CG)[:, None] * w_c
+    tl.store(at + k // KW * w_y + k % KW * w_x, sums, mask=both)
+
+
 # Launchers
 
 
@@ -469,6 +523,7 @@ class Gradients:
         self.last, self.summed = last_format(input), sums if split else input.dtype
         self.bins = Bins(problem, input, sort) if to_input else None
         self.products = None if weight is None else Products(grad.to(input.dtype), weight, groups)
+        self.settle = _settle(problem, weight) if self.to_weight and weight is not None else None
         wanted = (self.to_offset, self.to_mask, self.to_weight)
         ours = self.sampled and weight is not None and exact == "tf32x3"
         self.steps = [
@@ -534,8 +589,9 @@ class Gradients:
             grad_offset = self.offset.finished(grad_offset, offset)
         if grad_mask is not None and mask is not None:
             grad_mask = self.modulation.finished(grad_mask, mask)
-        if products is not None and grad_filters is not None and weight is not None:
-            grad_weight = products.grad_weight(grad_filters, weight)
+        if self.settle is not None and grad_filters is not None and weight is not None:
+            grad_weight = torch.empty_like(weight)
+            self.settle(grad_filters, grad, pixels, shifts, given, grad_weight)
         return grad_input, grad_offset, grad_mask, grad_weight, grad_bias
 
 
@@ -570,8 +626,6 @@ class Products:
         self.to_rows, self.to_filters = to_channels_last(grad), to_channels_last(weight)
         self.stack, self.each, self.strides = (groups,)[one:], each, (each, co, 1)[one:]
         self.matrix = (groups, each, row)[one:], (each * row, row, 1)[one:]
-        self.split = (groups, each, cg, kh, kw)
-        self.turned = (row * each, 1, each, kw * cg * each, cg * each)
 
     def outputs(self, grad: Tensor, first: int, rows: int) -> Tensor:
         """Rows of channels-last `grad`, [rows, Co] or [groups, rows, Co/groups]."""
@@ -586,11 +640,6 @@ class Products:
         """`so_far` plus [K * C/groups, Co/groups] for each group: this way round it is faster."""
         factors = columns.mT, outputs
         return self.multiply(*factors) if so_far is None else self.add(so_far, *factors)
-
-    def grad_weight(self, grad_filters: Tensor, weight: Tensor) -> Tensor:
-        out = torch.empty_like(weight)
-        out.view(self.split).copy_(grad_filters.as_strided(self.split, self.turned))
-        return out
 
 
 def _summed(multiply: Callable[..., Tensor], factor: Tensor) -> Callable[..., Tensor]:
@@ -691,6 +740,23 @@ def _differentiate(
         **{name: sizes[name] for name in ("C", "CG", "CD", "RUN")}, **problem.constants,
         MODULATED=problem.modulated, TO_OFFSET=to_offset, TO_MASK=to_mask, TO_WEIGHT=to_weight,
         **problem.options, **tile,
+    )  # fmt: skip
+
+
+def _settle(problem: Problem, weight: Tensor) -> Launch:
+    (n, _, h, w), sizes, constants = problem.size, problem.sizes, problem.constants
+    tile = {
+        "BQ": 16,
+        "BC": min(16, triton.next_power_of_2(sizes["RUN"])),
+        "BO": min(32, triton.next_power_of_2(sizes["COG"])),
+        "num_warps": 4,
+    }
+    runs = sizes["C"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], tile["BC"])
+    return Launch(
+        settle, (constants["K"], runs, triton.cdiv(sizes["COG"], tile["BO"])),
+        (n * problem.positions, problem.positions, h, w, problem.width, *problem.offset.strides,
+         *problem.modulation.strides, *torch.empty_like(weight, device="meta").stride()),
+        **sizes, **constants, MODULATED=problem.modulated, **problem.options, **tile,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ struct Plan {
   int64_t slab, slabs;        // channels of a slab, slabs of an offset group
   const Piece* pieces;        // those of slab s are [first_piece[s], first_piece[s + 1])
   const int64_t* first_piece;
-  char *grad_out, *slopes, *grad_filters;
+  char *grad_out, *wild, *slopes, *grad_filters;
   int64_t filter_count;       // numbers of grad_filters for an image
 };
 
@@ -278,6 +278,34 @@ inline void work_samples(const Plan& plan, const Slab<T>& slab, Span positions, 
       }
     if (TASK != COLUMNS && slab.slopes) write_slopes(plan, some, taken, batch, taps, sums, slab.slopes);
   });
+}
+
+// Calls work(first, count) for stretches of `positions` whose samples by one tap count, `first` from the first of them on.
+template <class Real, class Loc, class Work>
+inline void for_each_counting(const Plan& plan, int64_t n, int64_t g, Span positions, int64_t point, Work work) {
+  const int32_t height = static_cast<int32_t>(plan.call.H), width = static_cast<int32_t>(plan.call.W);
+  for (int64_t first = 0; first < positions.count; first += TAPS) {
+    const Span some = part(positions, first, TAPS);
+    Batch<Loc, Real> batch;
+    Taps<Real> taps;
+    read_batch(plan, n, g, some, {point, 1}, batch);
+    bilinear<false, false>(batch.x, batch.y, batch.count, height, width, taps);
+    for (int64_t i = 0, end; i < some.count; i = end + 1) {
+      for (end = i; end < some.count && taps.inside[end];) ++end;
+      if (end > i) work(first + i, end - i);
+    }
+  }
+}
+
+// Zero, or NaN if there is a NaN or an infinity among the numbers.
+template <class Real> PLIANT_INLINE Real sum_of_zeros(const Real* numbers, int64_t count) {
+  Vector<Real> sum = {};
+  for (; count >= LANES<Real>; count -= LANES<Real>, numbers += LANES<Real>) sum += load(numbers) * Real(0);
+  if (count) sum += load_first(numbers, static_cast<int>(count)) * Real(0);
+  Real lanes[LANES<Real>], total = 0;
+  store(lanes, sum);
+  for (int i = 0; i < LANES<Real>; ++i) total += lanes[i];
+  return total;
 }
 
 // Calls work(in the window, in the columns, positions, channels) for parts of a tile's columns, where the window is

@@ -128,7 +128,8 @@ template <class T, class> void pack_filters_backward(const Plan& plan, int64_t i
   }
 }
 
-// Item: a tile of an image. grad_out[image][tile][output][position in the tile].
+// Item: a tile of an image. grad_out[image][tile][output][position in the tile], and wild[image][tile]: whether there are
+// infinities or NaN among them.
 template <class T, class> void pack_grad_out(const Plan& plan, int64_t item, int64_t) {
   typedef Accumulator<T> Real;
   const ConvolutionCall& c = plan.call;
@@ -139,6 +140,9 @@ template <class T, class> void pack_grad_out(const Plan& plan, int64_t item, int
     const T* out = from + q.y * c.out.h + q.x * c.out.w;
     copy<T, Real>({out, c.out.w, c.out.c}, {to + r, 1, plan.tile}, count, c.out_channels);
   });
+  Real zero = 0;
+  for (int64_t o = 0; o < c.out_channels; ++o) zero += sum_of_zeros(to + o * plan.tile, positions.count);
+  plan.wild[item] = zero != 0;  // as NaN is
 }
 
 template <class Real> PLIANT_INLINE const Real* grad_out_of(const Plan& plan, const Share& share, Span positions) {
@@ -177,7 +181,7 @@ inline void grad_of_columns(const Plan& plan, const Share& share, const Slab<T>&
 
 // The gradients of the weights, from the columns of a tile.
 // grad_filters[image][piece][point / together][output][point, channel].
-template <class T>
+template <class T, class Loc>
 inline void grad_of_filters(const Plan& plan, const Share& share, const Slab<T>& slab, Span positions, Span points) {
   typedef Accumulator<T> Real;
   for (const Piece& piece : pieces_of(plan, share.slab)) {
@@ -185,9 +189,23 @@ inline void grad_of_filters(const Plan& plan, const Share& share, const Slab<T>&
     const Real* grad_out = grad_out_of<Real>(plan, share, positions) + piece.group * plan.outputs * plan.tile;
     Real* to = reals<Real>(plan.grad_filters) + share.place * plan.filter_count + piece.grad_filters +
                points.first / plan.together * plan.outputs * width;
-    multiply<Real>({grad_out, plan.tile, 1, slab.columns + piece.channel - share.channels.first, slab.by_position,
-                    PANEL<Real>, to, width, positions.count, positions.first > 0},
-                   plan.outputs, points.count * piece.count);
+    const Product<Real> whole = {grad_out, plan.tile, 1, slab.columns + piece.channel - share.channels.first, slab.by_position,
+                                 PANEL<Real>, to, width, positions.count, positions.first > 0};
+    if (!plan.wild[share.place * plan.tiles + positions.first / plan.tile]) {
+      multiply(whole, plan.outputs, points.count * piece.count);
+      continue;
+    }
+    // Zero times infinity is NaN: samples that do not count are passed over, tap by tap.
+    if (!whole.add)
+      for (int64_t o = 0; o < plan.outputs; ++o) std::memset(to + o * width, 0, static_cast<size_t>(width) * sizeof(Real));
+    for (int64_t p = 0; p < points.count; ++p) {
+      const auto add = [&](int64_t first, int64_t count) {
+        multiply<Real>({whole.a + first, whole.a_row, 1, whole.b + first * whole.b_depth + p * piece.count, whole.b_depth,
+                        whole.b_panel, to + p * piece.count, width, count, true},
+                       plan.outputs, piece.count);
+      };
+      for_each_counting<Real, Loc>(plan, share.image, share.group, positions, points.first + p, add);
+    }
   }
 }
 
@@ -226,7 +244,7 @@ template <class T, class Loc> void backward(const Plan& plan, int64_t number, in
       } else {
         work_samples<T, Loc, COLUMNS>(plan, slab, positions, points);
       }
-      if (column) grad_of_filters(plan, share, slab, positions, points);
+      if (column) grad_of_filters<T, Loc>(plan, share, slab, positions, points);
     }
   T* grad_input = pointer<T>(c.grad_input.at);
   const auto unpack = [&](int64_t to, int64_t from) {
@@ -414,6 +432,7 @@ int64_t convolve_backward(Plan& plan, int64_t real) {
   memory.add(plan.scratch, threads * plan.worker_bytes);
   memory.add(plan.filters, count.filters * real);
   memory.add(plan.grad_out, at_once * grad_out);
+  memory.add(plan.wild, at_once * plan.tiles);
   memory.add(plan.slopes, at_once * slopes);
   memory.add(plan.grad_filters, at_once * grad_filters);
   if (!memory.reserve()) return NO_MEMORY;
