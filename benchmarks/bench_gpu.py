@@ -1,9 +1,9 @@
 """GPU kernels on the problems of real models: device time, host time, error, memory.
 
 Device time is that of a CUDA graph's replay, so it is what a captured model gets; host time is that
-of one eager call. Peers' figures were measured on one NVIDIA H200 and are ratios worth only there.
-torchvision runs beside the convolution where it can be imported. An operator whose named cases fail
-is not timed.
+of one eager call. Peers' figures were measured on one NVIDIA H200 and are ratios worth only there,
+with positions of the features' dtype; in float16 a row more has them in float32. torchvision runs
+beside the convolution where it can be imported. An operator whose named cases fail is not timed.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from pliant.compat.torch_npu import npu_deformable_conv2d
 from pliant.testing import DIFFERENTIABLE, WORKLOADS
 
 Times = tuple[float, float]  # microseconds, forward and backward
+PRECISE = "float32"  # what is said of positions that are more precise than the features
 
 
 class Figure(NamedTuple):
@@ -91,9 +92,12 @@ def main() -> int:
             refused[operator] = failed
             continue
         own = WORKLOADS[figure.id].positions
-        for positions in (
-            (own, "uniform") if own in ("local", "proj") and "dcn" not in figure.id else (own,)
-        ):
+        kinds = [own]
+        if own in ("local", "proj") and "dcn" not in figure.id:
+            kinds += ["uniform"]
+        if figure.dtype == "float16":
+            kinds += [f"{own} {PRECISE}"]
+        for positions in kinds:
             rows.append(_row(figure, positions))
             console.print(_line(rows[-1]))
             if arguments.json:  # so far, should the rest be cut off
@@ -116,7 +120,9 @@ def _arguments() -> argparse.Namespace:
 def _row(figure: Figure, positions: str) -> Row:
     operator = WORKLOADS[figure.id].operator
     dtype = torch.float32 if figure.dtype == "tf32" else getattr(torch, figure.dtype)
-    inputs = testing.workload(figure.id, dtype, "cuda", positions=positions)
+    where = torch.float32 if PRECISE in positions else dtype
+    drawn = positions.removesuffix(f" {PRECISE}")
+    inputs = testing.workload(figure.id, dtype, "cuda", positions=drawn, position_dtype=where)
     for name, x in inputs.items():  # metadata on the device, as models hold them
         if isinstance(x, torch.Tensor):
             inputs[name] = x.cuda()
@@ -300,7 +306,7 @@ def _table(rows: list[Row]) -> Table:
     known = {(figure.id, figure.dtype): figure for figure in FIGURES}
     for row in rows:
         figure, ours = known[row["id"], row["dtype"]], (row["forward"], row["backward"])
-        own = row["positions"] == WORKLOADS[row["id"]].positions
+        own = row["positions"].split()[0] == WORKLOADS[row["id"]].positions
         peer, floor, aim = (t if own else None for t in (figure.peer, figure.floor, figure.aim))
         table.add_row(
             row["id"], row["dtype"], row["positions"], _pair(ours), _pair(peer),

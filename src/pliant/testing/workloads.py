@@ -88,18 +88,19 @@ def workload(
     device: str | torch.device = "cpu",
     seed: int = 0,
     positions: str | None = None,
+    position_dtype: torch.dtype | None = None,
 ) -> Inputs:
     """The keyword arguments of workload `id` for its operator, `WORKLOADS[id].operator`.
 
-    Features and weights have `dtype`, positions at least float32; shapes and start indices are
-    int64 tensors. `positions` replaces the workload's own distribution.
+    Features and weights have `dtype`, positions `position_dtype` or at least float32; shapes and
+    start indices are int64 tensors. `positions` replaces the workload's own distribution.
     """
     entry = WORKLOADS[id]
     sizes = {**entry.sizes, **(entry.on_cpu if torch.device(device).type == "cpu" else {})}
     draw = _DRAWS[entry.operator]
     generator = Generator().manual_seed(seed)
     inputs = draw(generator, sizes, positions or entry.positions)
-    exact = torch.promote_types(dtype, torch.float32)
+    exact = position_dtype or torch.promote_types(dtype, torch.float32)
     for name, tensor in inputs.items():
         if isinstance(tensor, Tensor):
             where = name in ("sampling_locations", "sample_locations", "offset")

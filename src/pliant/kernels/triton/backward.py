@@ -140,15 +140,13 @@ def _differentiate(
 ):  # fmt: skip
     """Samples [BJ] of one map each: their gradients, of which those along x and y are returned.
 
-    All tiles are [BJ, BK, BD], or have 1 for an axis.
+    Tiles are [BJ, BK], or have a third axis of BD channels.
     """
-    group = (k < K)[None, :, None]
-    some = live[:, None, None] & group
-    k = k[None, :, None]
-    a = tl.load(weight[:, None, None] + k * w_k, mask=some, other=0).to(ACC)
-    by_a = tl.zeros([BJ, BK, 1], ACC)
-    by_x = by_a
-    by_y = by_a
+    group = live[:, None] & (k < K)[None, :]
+    a = tl.load(weight[:, None] + (k * w_k)[None, :], mask=group, other=0).to(ACC)
+    by_a = tl.zeros([BJ, BK], ACC)
+    by_x = tl.zeros([BJ, BK], ACC)
+    by_y = tl.zeros([BJ, BK], ACC)
     if NEAREST:
         row, counts = taps.nearest(x, y, h, w, start, S, live, HONEST, ROW)
     else:
@@ -159,9 +157,8 @@ def _differentiate(
         fx = fx[:, None, None]
         fy = fy[:, None, None]
         below = ((row + w) - row)[:, None, None]  # `w` for each of the points
-    counts = counts[:, None, None]
-    from_row = value + (row * v_s)[:, None, None] + k * v_k
-    to_row = grad_value + (row * gv_s)[:, None, None] + k * gv_k
+    from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
+    to_row = grad_value + (row * gv_s)[:, None, None] + (k * gv_k)[None, :, None]
     for d0 in range(0, D, BD):
         d = (d0 + tl.arange(0, BD))[None, None, :]
         if D > BD:
@@ -170,14 +167,14 @@ def _differentiate(
             n00 = _corner(counts, k, d, K, D, BK, BD)
             if TO_WEIGHT:
                 v00 = tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC)
-                by_a += tl.sum(go * v00, 2, keep_dims=True)
+                by_a += tl.sum(go * v00, 2)
             if TO_VALUE:
-                tl.atomic_add(to_row + d * gv_d, go * a, mask=n00, sem="relaxed")
+                tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
         else:
-            n00 = _corner(m00[:, None, None], k, d, K, D, BK, BD)
-            n01 = _corner(m01[:, None, None], k, d, K, D, BK, BD)
-            n10 = _corner(m10[:, None, None], k, d, K, D, BK, BD)
-            n11 = _corner(m11[:, None, None], k, d, K, D, BK, BD)
+            n00 = _corner(m00, k, d, K, D, BK, BD)
+            n01 = _corner(m01, k, d, K, D, BK, BD)
+            n10 = _corner(m10, k, d, K, D, BK, BD)
+            n11 = _corner(m11, k, d, K, D, BK, BD)
             if TO_LOC or TO_WEIGHT:
                 at = from_row + d * v_d
                 v00 = tl.load(at, mask=n00, other=0).to(ACC)
@@ -188,14 +185,14 @@ def _differentiate(
                 top = v00 * (1 - fx) + v01 * fx
                 bottom = v10 * (1 - fx) + v11 * fx
                 if TO_WEIGHT:
-                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2, keep_dims=True)
+                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
                 if TO_LOC:  # differences before sums: features may have much in common
                     along = (v01 - v00) * (1 - fy) + (v11 - v10) * fy
-                    by_x += tl.sum(go * along, 2, keep_dims=True)
-                    by_y += tl.sum(go * (bottom - top), 2, keep_dims=True)
+                    by_x += tl.sum(go * along, 2)
+                    by_y += tl.sum(go * (bottom - top), 2)
             if TO_VALUE:
                 to = to_row + d * gv_d
-                ga = go * a
+                ga = go * a[:, :, None]
                 c00, c01, c10, c11 = taps.coefficients(fx, fy)
                 tl.atomic_add(to, ga * c00, mask=n00, sem="relaxed")
                 tl.atomic_add(to + gv_s, ga * c01, mask=n01, sem="relaxed")
@@ -204,15 +201,15 @@ def _differentiate(
                 tl.atomic_add(to + gv_s, ga * c11, mask=n11, sem="relaxed")
     # A sample that does not count gives zero, whatever the incoming gradient holds.
     if TO_WEIGHT:
-        by_a = tl.where(counts, by_a, 0)
-        tl.store(grad_weight[:, None, None] + k * gw_k, by_a, mask=some)
+        by_a = tl.where(counts[:, None], by_a, 0)
+        tl.store(grad_weight[:, None] + (k * gw_k)[None, :], by_a, mask=group)
     dx = tl.zeros([BJ], ACC)
     dy = tl.zeros([BJ], ACC)
     if TO_LOC:
         scale_x = w.to(ACC) if UNIT else 1.0
         scale_y = h.to(ACC) if UNIT else 1.0
-        dx = tl.sum(tl.sum(tl.where(counts, a * by_x, 0), 2), 1) * scale_x
-        dy = tl.sum(tl.sum(tl.where(counts, a * by_y, 0), 2), 1) * scale_y
+        dx = tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
+        dy = tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
     return dx, dy
 
 
@@ -241,8 +238,9 @@ def _corner(
     read, k, d, K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """A mask [BJ, BK, BD] from one of the points; channels need none where the blocks fit."""
+    read = read[:, None, None]
     if K != BK:
-        read = read & (k < K)
+        read = read & (k < K)[None, :, None]
     if D % BD != 0:
         read = read & (d < D)
     return read
