@@ -175,6 +175,28 @@ def test_scratch_space_of_any_size(dtype, positions, monkeypatch):
     assert_close(got, expected, dtype)
 
 
+@pytest.mark.parametrize("positions", [20, 60])
+def test_rows_that_are_summed_in_parts(positions, monkeypatch):
+    """Five parts of the rows of each chunk: of one image, of three."""
+    tensors, steps, _ = operands(batch=3, size=(3, 5))
+    grad = incoming(reference.deform_conv(*tensors, *steps))
+    expected = reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
+    monkeypatch.setattr(backward, "SCRATCH_BYTES", positions * 2 * 6 * 4)
+    monkeypatch.setattr(tuning, "filter_parts", lambda *_: 5)
+    assert_close(backward.deform_conv_backward(grad, *tensors, *steps, [True] * 5), expected, F32)
+
+
+def test_parts_divide_the_rows(monkeypatch):
+    monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
+    for rows in (1, 511, 512, 1000, 16128, 16384, 2**20 + 2):
+        for row, outputs in ((800, 32), (9, 1), (2304, 256)):
+            parts = tuning.filter_parts(rows, row, outputs, torch.device("cpu"))
+            assert rows % parts == 0
+            assert parts == 1 or rows // parts >= 256
+    assert tuning.filter_parts(16384, 800, 32, torch.device("cpu")) == 32
+    assert tuning.filter_parts(16384, 2304, 256, torch.device("cpu")) == 1
+
+
 def test_chunks_cover_every_position_once_and_stay_within_the_scratch_space(monkeypatch):
     monkeypatch.setattr(backward, "SCRATCH_BYTES", 1000)
     for images, positions, size in (

@@ -292,9 +292,10 @@ def settle(
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr,
     MODULATED: tl.constexpr, ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr,
-    INTERPRET: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr,
+    INTERPRET: tl.constexpr, PARTS: tl.constexpr,
+    BQ: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the weight, [CO, CG, kh, kw], by the sums `filters`, [groups, K * CG, COG].
+    """The gradient of the weight, [CO, CG, kh, kw], by PARTS sums `filters`, [groups, K * CG, COG].
 
     They have multiplied the gradients of all `rows` outputs with columns, which are zero where a
     sample does not count. That makes a NaN of an infinite gradient: where there is one, only the
@@ -310,7 +311,10 @@ def settle(
     o = tl.program_id(2) * BO + tl.arange(0, BO)
     both = counts[:, None] & (o < COG)[None, :]
     line = (group * K + k) * CG + c - group * CG
-    sums = tl.load(filters + line.to(tl.int64)[:, None] * COG + o[None, :], mask=both, other=0)
+    sums = tl.zeros([BC, BO], ACC)
+    for part in range(PARTS):
+        at = filters + (part * (K * C) + line).to(tl.int64)[:, None] * COG + o[None, :]
+        sums += tl.load(at, mask=both, other=0)
     if tl.max((sums != sums).to(tl.int32)) > 0:
         sums = tl.zeros([BC, BO], ACC)
         for first in range(0, rows, BQ):
@@ -522,8 +526,14 @@ class Gradients:
         self.pixels, self.grad_input = to_channels_last(input), from_channels_last(input)
         self.last, self.summed = last_format(input), sums if split else input.dtype
         self.bins = Bins(problem, input, sort) if to_input else None
-        self.products = None if weight is None else Products(grad.to(input.dtype), weight, groups)
-        self.settle = _settle(problem, weight) if self.to_weight and weight is not None else None
+        self.products: Products | None = None
+        self.settle: Launch | None = None
+        if weight is not None:
+            rows = math.gcd(*(chunk.rows for chunk in chunks))
+            alone = groups == 1 and exact == "tf32x3"
+            parts = tuning.filter_parts(rows, k * c, co, input.device) if alone else 1
+            self.products = Products(grad.to(input.dtype), weight, groups, parts)
+            self.settle = _settle(problem, weight, parts) if self.to_weight else None
         wanted = (self.to_offset, self.to_mask, self.to_weight)
         ours = self.sampled and weight is not None and exact == "tf32x3"
         self.steps = [
@@ -617,12 +627,15 @@ def _cut(space: Tensor, shape: tuple[int, ...]) -> Tensor:
 class Products:
     """Products with a weight: of matrices or, with groups, of stacks of them."""
 
-    def __init__(self, grad: Tensor, weight: Tensor, groups: int) -> None:
+    def __init__(self, grad: Tensor, weight: Tensor, groups: int, parts: int) -> None:
         co, cg, kh, kw = weight.shape
         each, row = co // groups, kh * kw * cg
         one = groups == 1  # the way to the faster routines
         self.multiply = _summed(torch.mm if one else torch.bmm, weight)
-        self.add = _summed(torch.addmm if one else torch.baddbmm, weight)
+        stacked = not one or parts > 1
+        self.sum = _summed(torch.bmm if stacked else torch.mm, weight)
+        self.add = _summed(torch.baddbmm if stacked else torch.addmm, weight)
+        self.parts = () if parts == 1 else (parts,)
         self.to_rows, self.to_filters = to_channels_last(grad), to_channels_last(weight)
         self.stack, self.each, self.strides = (groups,)[one:], each, (each, co, 1)[one:]
         self.matrix = (groups, each, row)[one:], (each * row, row, 1)[one:]
@@ -637,9 +650,14 @@ class Products:
         return self.to_filters(weight).as_strided(*self.matrix)
 
     def grad_filters(self, so_far: Tensor | None, outputs: Tensor, columns: Tensor) -> Tensor:
-        """`so_far` plus [K * C/groups, Co/groups] for each group: this way round it is faster."""
+        """`so_far` plus [K * C/groups, Co/groups] for each group, or each part of the rows.
+
+        This way round it is faster.
+        """
+        if self.parts:
+            columns, outputs = (x.unflatten(0, (*self.parts, -1)) for x in (columns, outputs))
         factors = columns.mT, outputs
-        return self.multiply(*factors) if so_far is None else self.add(so_far, *factors)
+        return self.sum(*factors) if so_far is None else self.add(so_far, *factors)
 
 
 def _summed(multiply: Callable[..., Tensor], factor: Tensor) -> Callable[..., Tensor]:
@@ -743,7 +761,7 @@ def _differentiate(
     )  # fmt: skip
 
 
-def _settle(problem: Problem, weight: Tensor) -> Launch:
+def _settle(problem: Problem, weight: Tensor, parts: int) -> Launch:
     (n, _, h, w), sizes, constants = problem.size, problem.sizes, problem.constants
     tile = {
         "BQ": 16,
@@ -756,7 +774,7 @@ def _settle(problem: Problem, weight: Tensor) -> Launch:
         settle, (constants["K"], runs, triton.cdiv(sizes["COG"], tile["BO"])),
         (n * problem.positions, problem.positions, h, w, problem.width, *problem.offset.strides,
          *problem.modulation.strides, *torch.empty_like(weight, device="meta").stride()),
-        **sizes, **constants, MODULATED=problem.modulated, **problem.options, **tile,
+        **sizes, **constants, MODULATED=problem.modulated, **problem.options, PARTS=parts, **tile,
     )  # fmt: skip
 
 

@@ -61,12 +61,12 @@ def backward_tile(
     """Queries that a program goes through, and points, groups and channels of a tile."""
     bk = triton.next_power_of_2(groups)
     bd = min(triton.next_power_of_2(channels), max(1024 // bk, 1))
-    tile = {"BQ": 4 if programs >= 1 << 16 else 1, "BK": bk, "BD": bd}
+    many = dtype == torch.float32 and programs >= 1 << 16
+    tile = {"BQ": 4 if many else 1, "BK": bk, "BD": bd}
     places = triton.next_power_of_2(points)
     if policy.outside == "skip":
         return {"BJ": min(16, places), **tile, "num_warps": 4}
     # One warp: no barrier. A nearest pixel needs a quarter of the registers of four corners.
-    many = dtype == torch.float32 and programs >= 1 << 16
     elements = 512 if policy.interpolation == "nearest" else 256 if many else 128
     tile |= {"BJ": min(max(elements // (bk * bd), 1), places), "num_warps": 1}
     return {**tile, "maxnreg": 96} if dtype == torch.float32 else tile
@@ -142,6 +142,21 @@ def product_tile(outputs: int, row: int) -> dict[str, int]:
         min(max(triton.next_power_of_2(x), 16), most) for x, most in ((row, 64), (outputs, 32))
     )
     return {"BM": 128, "BN": bn, "BK": bk, "num_warps": 4, "num_stages": 3}
+
+
+def filter_parts(rows: int, row: int, outputs: int, device: torch.device) -> int:
+    """Parts of equal length in which `rows` are summed to [row, outputs], where such a result has
+    too few tiles to keep the GPU busy.
+    """
+    tiles, parts = triton.cdiv(row, 128) * triton.cdiv(outputs, 32), 1
+    if 8 * tiles <= multiprocessors(device):
+        while (
+            rows % (2 * parts) == 0
+            and rows >= 512 * parts
+            and parts * tiles < multiprocessors(device)
+        ):
+            parts *= 2
+    return parts
 
 
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
