@@ -306,7 +306,7 @@ def _table(rows: list[Row]) -> Table:
     known = {(figure.id, figure.dtype): figure for figure in FIGURES}
     for row in rows:
         figure, ours = known[row["id"], row["dtype"]], (row["forward"], row["backward"])
-        own = row["positions"].split()[0] == WORKLOADS[row["id"]].positions
+        own = row["positions"] == WORKLOADS[row["id"]].positions
         peer, floor, aim = (t if own else None for t in (figure.peer, figure.floor, figure.aim))
         table.add_row(
             row["id"], row["dtype"], row["positions"], _pair(ours), _pair(peer),

@@ -276,9 +276,10 @@ def deform_conv2d(
         )  # fmt: skip
 
     columns = columns_of()
-    # A sample of ones is above zero if it counts.
-    ones = torch.ones_like(input)
-    counts = deform_columns(ones, offset, (kh, kw), stride, padding, dilation).tolist()
+    counts: Any = None
+    if grad_output is not None:  # a sample of ones is above zero if it counts
+        ones = torch.ones_like(input)
+        counts = deform_columns(ones, offset, (kh, kw), stride, padding, dilation).tolist()
     col, w, b, g = _lists(absolute, columns, weight, bias, grad_output, positions=None)
     out = _zeros(batch, out_channels, out_h, out_w)
     grad_col, grad_w, grad_b = _zeros(*columns.shape), _zeros(*weight.shape), _zeros(out_channels)

@@ -283,36 +283,35 @@ def product(
     tl.store(at, acc, mask=sides(m < rows, n < N, N % BN == 0))
 
 
-@triton.jit(do_not_specialize=["rows", "Q", "H", "W", "WO", "o_n", "a_n"])
+@triton.jit(do_not_specialize=["parts", "rows", "Q", "H", "W", "WO", "o_n", "a_n"])
 def settle(
     filters, grad, input, offset, modulation, out,
-    rows, Q, H, W, WO, o_n, o_c, o_q, a_n, a_c, a_q, w_o, w_c, w_y, w_x,
+    parts, rows, Q, H, W, WO, o_n, o_c, o_q, a_n, a_c, a_q, w_o, w_c, w_y, w_x,
     C: tl.constexpr, CO: tl.constexpr, CG: tl.constexpr, COG: tl.constexpr, CD: tl.constexpr,
     RUN: tl.constexpr, K: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr,
     MODULATED: tl.constexpr, ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr,
-    INTERPRET: tl.constexpr, PARTS: tl.constexpr,
-    BQ: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr,
+    INTERPRET: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the weight, [CO, CG, kh, kw], by PARTS sums `filters`, [groups, K * CG, COG].
+    """The gradient of the weight, [CO, CG, kh, kw], by the sums `filters`.
 
-    They have multiplied the gradients of all `rows` outputs with columns, which are zero where a
-    sample does not count. That makes a NaN of an infinite gradient: where there is one, only the
-    samples that count are summed again.
+    There are `parts` of them, [groups, K * CG, COG] each. They have multiplied the gradients of all
+    `rows` outputs with columns, which are zero where a sample does not count. That makes a NaN of
+    an infinite gradient: where there is one, only the samples that count are summed again.
     """
     BLOCKS: tl.constexpr = (RUN + BC - 1) // BC
-    k = tl.program_id(0)
-    run = tl.program_id(1) // BLOCKS * RUN
+    k = tl.program_id(1)
+    run = tl.program_id(0) // BLOCKS * RUN
     group = run // CG
-    c = tl.program_id(1) % BLOCKS * BC + tl.arange(0, BC)
+    c = tl.program_id(0) % BLOCKS * BC + tl.arange(0, BC)
     counts = c < RUN
     c += run
     o = tl.program_id(2) * BO + tl.arange(0, BO)
     both = counts[:, None] & (o < COG)[None, :]
     line = (group * K + k) * CG + c - group * CG
     sums = tl.zeros([BC, BO], ACC)
-    for part in range(PARTS):
+    for part in range(parts):
         at = filters + (part * (K * C) + line).to(tl.int64)[:, None] * COG + o[None, :]
         sums += tl.load(at, mask=both, other=0)
     if tl.max((sums != sums).to(tl.int32)) > 0:
@@ -771,10 +770,11 @@ def _settle(problem: Problem, weight: Tensor, parts: int) -> Launch:
     }
     runs = sizes["C"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], tile["BC"])
     return Launch(
-        settle, (constants["K"], runs, triton.cdiv(sizes["COG"], tile["BO"])),
-        (n * problem.positions, problem.positions, h, w, problem.width, *problem.offset.strides,
-         *problem.modulation.strides, *torch.empty_like(weight, device="meta").stride()),
-        **sizes, **constants, MODULATED=problem.modulated, **problem.options, PARTS=parts, **tile,
+        settle, (runs, constants["K"], triton.cdiv(sizes["COG"], tile["BO"])),
+        (parts, n * problem.positions, problem.positions, h, w, problem.width,
+         *problem.offset.strides, *problem.modulation.strides,
+         *torch.empty_like(weight, device="meta").stride()),
+        **sizes, **constants, MODULATED=problem.modulated, **problem.options, **tile,
     )  # fmt: skip
 
 

@@ -196,8 +196,7 @@ inline void grad_of_filters(const Plan& plan, const Share& share, const Slab<T>&
       continue;
     }
     // Zero times infinity is NaN: samples that do not count are passed over, tap by tap.
-    if (!whole.add)
-      for (int64_t o = 0; o < plan.outputs; ++o) std::memset(to + o * width, 0, static_cast<size_t>(width) * sizeof(Real));
+    if (!whole.add) std::memset(to, 0, static_cast<size_t>(plan.outputs * width) * sizeof(Real));
     for (int64_t p = 0; p < points.count; ++p) {
       const auto add = [&](int64_t first, int64_t count) {
         multiply<Real>({whole.a + first, whole.a_row, 1, whole.b + first * whole.b_depth + p * piece.count, whole.b_depth,
