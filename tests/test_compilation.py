@@ -63,7 +63,7 @@ def twice(step):
         assert isinstance(ours, torch.Tensor) or theirs == ours, (theirs, ours)
 
 
-from pliant.kernels.triton import sum as kernels
+from pliant.kernels.triton import launch, sum as kernels, tuning
 from pliant.sampling.problem import Policy
 
 SUMS = (
@@ -92,8 +92,13 @@ for policy, dtype, g, k, d, v, r, p in SUMS if ARCH == 90 else SUMS[::3]:
     torch.use_deterministic_algorithms(True)
     twice(lambda: kernels.sample_sum_backward(grad, *args, [True] * 3))
     torch.use_deterministic_algorithms(False)
+    sparse, tuning._sparse = tuning._sparse, lambda *sizes: True
+    launch._remembered.clear()
+    twice(lambda: kernels.sample_sum_backward(grad, *args, [True] * 3))
+    tuning._sparse = sparse
 
-assert {name for name, _ in compiled} == {"by_query", "by_point", "locate", "fill", "collect"}
+expected = {"by_query", "by_point", "locate", "fill", "collect", "enter", "gather"}
+assert {name for name, _ in compiled} == expected
 sums = len(compiled)
 from pliant.kernels.triton import convolution, convolution_backward
 

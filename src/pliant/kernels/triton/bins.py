@@ -43,6 +43,37 @@ def _positive(i, size):
 
 
 @triton.jit
+def tap(
+    shapes, starts, loc, n, g, j, live, S, l_n, l_q, l_g, l_v, l_p, l_c,
+    V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
+    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Sample `j` of q, v, p, r in pair (n, g): the four, the row of its corner 00, the width of its
+    map, which of the corners 00, 01, 10, 11 are read, and fractions.
+    """
+    q = j // (V * P * R)
+    v = j // (P * R) % V
+    p = j // R % P
+    r = j % R
+    at = loc + n * l_n + q.to(tl.int64) * l_q + g.to(tl.int64) * l_g + v * l_v + p * l_p
+    x, y = taps.load_position(at, l_c, live, False, POS)
+    h, w, start, _ = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
+    if NEAREST:
+        row, m00 = taps.nearest(x, y, h, w, start, S, live, False, ROW)
+        m01 = m00 & False
+        m10 = m01
+        m11 = m01
+        fx = tl.zeros(j.shape, ACC)
+        fy = fx
+    else:
+        row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
+            x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
+        )
+    return q, v, p, r, row, w, m00, m01, m10, m11, fx, fy
+
+
+@triton.jit
 def _sample(
     shapes, starts, loc, i, live, first, Q, S, G, l_n, l_q, l_g, l_v, l_p, l_c,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
@@ -52,29 +83,16 @@ def _sample(
     """Sample `i` of (n g), q, v, p, r from pair `first` on: its pair of (n g), counted from there,
     its number in the pair, bin, corners that are read (a bit each), and fractions.
     """
-    PLACES: tl.constexpr = V * P * R
-    pair = i // (Q * PLACES)
-    j = i % (Q * PLACES)
+    pair = i // (Q * V * P * R)
+    j = i % (Q * V * P * R)
     n = ((first + pair) // G).to(tl.int64)
     g = (first + pair) % G
-    q = j // PLACES
-    v = j // (P * R) % V
-    p = j // R % P
-    r = j % R
-    at = loc + n * l_n + q.to(tl.int64) * l_q + g.to(tl.int64) * l_g + v * l_v + p * l_p
-    x, y = taps.load_position(at, l_c, live, False, POS)
-    h, w, start, _ = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
-    if NEAREST:
-        row, counts = taps.nearest(x, y, h, w, start, S, live, False, ROW)
-        corners = counts.to(tl.int32)
-        fx = tl.zeros(i.shape, ACC)
-        fy = fx
-    else:
-        row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
-            x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
-        )
-        corners = m00.to(tl.int32) | (m01.to(tl.int32) << 1)
-        corners = corners | (m10.to(tl.int32) << 2) | (m11.to(tl.int32) << 3)
+    q, v, p, r, row, _, m00, m01, m10, m11, fx, fy = tap(
+        shapes, starts, loc, n, g, j, live, S, l_n, l_q, l_g, l_v, l_p, l_c,
+        V, R, P, UNIT, SKIP, NEAREST, ROW, POS, ACC, INTERPRET,
+    )  # fmt: skip
+    corners = m00.to(tl.int32) | (m01.to(tl.int32) << 1)
+    corners = corners | (m10.to(tl.int32) << 2) | (m11.to(tl.int32) << 3)
     return n, g, q, v, p, r, pair, j, _bin(row, S), corners, fx, fy
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pliant.sampling.problem import Policy, accumulator
 
-from . import INTERPRET, backward, bins, forward, tuning
+from . import INTERPRET, backward, bins, blocks, forward, tuning
 from .launch import Launch, _device_of, run
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -207,20 +207,29 @@ def _backward(
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """A function of such tensors: the gradients that are needed, some items of the batch at a time.
 
-    That of the features is summed in the accumulator's dtype, and rounded if it has another.
+    That of the features is summed in the accumulator's dtype, and rounded if it has another; where
+    samples are few, block by block, of all items at once.
     """
     (to_value, to_loc, to_weight), n = needs, value.shape[0]
     moved = to_loc and policy.interpolation != "nearest"
     acc = accumulator(value.dtype)
-    rounded = to_value and acc != value.dtype
     samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
     size = value.numel() * acc.itemsize
-    step = tuning.batch_step(n, size, samples, value.shape[1]) if to_value else n
-    wanted = (to_value, moved, to_weight)
+    by_block = to_value and tuning.by_block(value, size, samples)
+    added = to_value and not by_block
+    rounded = added and acc != value.dtype
+    step = tuning.batch_step(n, size, samples, value.shape[1]) if added else n
+    wanted = (added, moved, to_weight)
     made = [
         torch.empty_strided(x.shape, stride, dtype=x.dtype, device="meta") if need else x
-        for x, stride, need in zip((value, loc, weight), strides, wanted, strict=True)
+        for x, stride, need in zip(
+            (value, loc, weight), strides, (to_value, moved, to_weight), strict=True
+        )
     ]
+    gather = None
+    if by_block:
+        options = _options(policy, value, loc, _row_type(grad, loc, weight, made[0]))
+        gather = blocks.grad_value(grad, shapes, loc, weight, made[0], options)
     if rounded:
         whole = step == n
         made[0] = made[0].to(acc) if whole else made[0].new_empty(value.shape, dtype=acc)
@@ -243,9 +252,13 @@ def _backward(
         gl = loc if grad_loc is None or not moved else grad_loc
         gw = weight if grad_weight is None else grad_weight
         if step == n:
-            sums = torch.zeros_like(value, dtype=acc) if to_value else value
+            sums = value
+            if to_value:
+                sums = torch.empty_like(value) if by_block else torch.zeros_like(value, dtype=acc)
             if launches:
                 launches[n](grad, value, shapes, starts, loc, weight, sums, gl, gw)
+            if gather is not None:
+                gather(grad, shapes, starts, loc, weight, sums)
             return sums.to(value.dtype) if to_value else None, grad_loc, grad_weight
         grad_value = torch.empty_like(value)
         total = value.new_empty(step, *value.shape[1:], dtype=acc) if rounded else None

@@ -76,8 +76,24 @@ def batch_step(batch: int, size: int, samples: int, pixels: int) -> int:
     """Items of a batch whose gradients, of `size` bytes in all, are computed at a time: if samples
     are so few that clearing takes as long as adding, as many as stay in the cache between the two.
     """
-    in_parts = samples < 2 * pixels and size > 2 * CACHED
-    return max(1, batch * CACHED // size) if in_parts else batch
+    return max(1, batch * CACHED // size) if _sparse(size, samples, pixels) else batch
+
+
+def _sparse(size: int, samples: int, pixels: int) -> bool:
+    return samples < 2 * pixels and size > 2 * CACHED
+
+
+def by_block(value: Tensor, size: int, samples: int) -> bool:
+    """Whether blocks of pixels gather the gradients of the features, of `size` bytes in all."""
+    n, pixels, g, k, d = value.shape
+    fits = k == 1 and d <= 64 and value.dtype != torch.float64
+    return fits and _sparse(size, samples, pixels) and n * g * max(4 * samples, pixels + 1) < 2**31
+
+
+def block_tile(channels: int) -> dict[str, int]:
+    """Rows and channels: one warp, no barrier."""
+    bd = triton.next_power_of_2(channels)
+    return {"BR": 32 if bd <= 32 else 16, "BD": bd, "num_warps": 1}
 
 
 # Convolution
