@@ -2,9 +2,9 @@
 
     taps.py                        from a position to the pixels it reads
     sum.py                         the weighted sum of samples: launchers
-    forward.py, backward.py, bins.py, blocks.py
+    forward.py, backward.py, bins.py, lists.py
                                    its kernels; bins.py has those of the deterministic mode,
-                                   blocks.py those for few samples
+                                   lists.py those for few samples in 16 bits
     convolution.py, convolution_backward.py
                                    deformable convolution, kernels and launchers
     launch.py, tuning.py           launches that are worked out once; block sizes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pliant.sampling.problem import Policy, accumulator
 
-from . import INTERPRET, backward, bins, blocks, forward, tuning
+from . import INTERPRET, backward, bins, forward, lists, tuning
 from .launch import Launch, _device_of, run
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -207,16 +207,16 @@ def _backward(
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """A function of such tensors: the gradients that are needed, some items of the batch at a time.
 
-    That of the features is summed in the accumulator's dtype, and rounded if it has another; where
-    samples are few, block by block, of all items at once.
+    That of the features is summed in the accumulator's dtype, and rounded if it has another; by
+    lists of samples, it is of all items at once.
     """
     (to_value, to_loc, to_weight), n = needs, value.shape[0]
     moved = to_loc and policy.interpolation != "nearest"
     acc = accumulator(value.dtype)
     samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
     size = value.numel() * acc.itemsize
-    by_block = to_value and tuning.by_block(value, size, samples)
-    added = to_value and not by_block
+    by_list = to_value and tuning.by_list(value, size, samples)
+    added = to_value and not by_list
     rounded = added and acc != value.dtype
     step = tuning.batch_step(n, size, samples, value.shape[1]) if added else n
     wanted = (added, moved, to_weight)
@@ -227,9 +227,9 @@ def _backward(
         )
     ]
     gather = None
-    if by_block:
+    if by_list:
         options = _options(policy, value, loc, _row_type(grad, loc, weight, made[0]))
-        gather = blocks.grad_value(grad, shapes, loc, weight, made[0], options)
+        gather = lists.grad_value(grad, shapes, loc, weight, made[0], options)
     if rounded:
         whole = step == n
         made[0] = made[0].to(acc) if whole else made[0].new_empty(value.shape, dtype=acc)
@@ -254,7 +254,7 @@ def _backward(
         if step == n:
             sums = value
             if to_value:
-                sums = torch.empty_like(value) if by_block else torch.zeros_like(value, dtype=acc)
+                sums = torch.empty_like(value) if by_list else torch.zeros_like(value, dtype=acc)
             if launches:
                 launches[n](grad, value, shapes, starts, loc, weight, sums, gl, gw)
             if gather is not None:

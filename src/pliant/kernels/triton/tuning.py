@@ -74,23 +74,28 @@ def backward_tile(
 
 def batch_step(batch: int, size: int, samples: int, pixels: int) -> int:
     """Items of a batch whose gradients, of `size` bytes in all, are computed at a time: if samples
-    are so few that clearing takes as long as adding, as many as stay in the cache between the two.
+    are few, as many as stay in the cache between clearing and adding.
     """
     return max(1, batch * CACHED // size) if _sparse(size, samples, pixels) else batch
 
 
 def _sparse(size: int, samples: int, pixels: int) -> bool:
+    """Whether clearing gradients of `size` bytes takes as long as adding to them."""
     return samples < 2 * pixels and size > 2 * CACHED
 
 
-def by_block(value: Tensor, size: int, samples: int) -> bool:
-    """Whether blocks of pixels gather the gradients of the features, of `size` bytes in all."""
+def by_list(value: Tensor, size: int, samples: int) -> bool:
+    """Whether pixels sum over lists of their samples, for gradients of `size` bytes in all: in 16
+    bits, where sums in float32 would have to be cleared and rounded, too.
+    """
     n, pixels, g, k, d = value.shape
-    fits = k == 1 and d <= 64 and value.dtype != torch.float64
-    return fits and _sparse(size, samples, pixels) and n * g * max(4 * samples, pixels + 1) < 2**31
+    fits = value.dtype.itemsize == 2 and k == 1 and d <= 64
+    small = 8 * samples + pixels <= pixels * d  # lists, beside the features in float32
+    counted = n * g * max(4 * samples, pixels + 1) < 2**31
+    return fits and small and counted and _sparse(size, samples, pixels)
 
 
-def block_tile(channels: int) -> dict[str, int]:
+def list_tile(channels: int) -> dict[str, int]:
     """Rows and channels: one warp, no barrier."""
     bd = triton.next_power_of_2(channels)
     return {"BR": 32 if bd <= 32 else 16, "BD": bd, "num_warps": 1}

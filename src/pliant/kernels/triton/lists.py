@@ -1,8 +1,9 @@
-"""The gradient of the features where samples are few: every pixel is written once.
+"""The gradient of the features in 16 bits where samples are few: every pixel is written once.
 
-Adding atomically needs a buffer that is cleared before and rounded after, which takes longer than
-the sums themselves if most pixels have few samples or none. Here samples are listed by the pixels
-that they read (`enter`, which counts them first), and the pixels sum over their lists (`gather`).
+Adding atomically needs a buffer in float32 that is cleared before and rounded after, which takes
+longer than the sums themselves if most pixels have few samples or none. Here samples are listed by
+the pixels that they read (`enter`, which counts them first), and the pixels sum over their lists
+(`gather`).
 
 What a sample reads in one line, the corners 0 and 1, is one entry: a query, which of the two are
 read, and two coefficients. It goes by the row of corner 0, which may be -1. The lists of rows lie
@@ -123,7 +124,7 @@ def grad_value(
     sizes = {"V": loc.shape[3], "R": shapes.shape[1], "P": loc.shape[4]}
     samples = pairs * loc[0, :, 0].numel() // 2 * shapes.shape[1]
     most = samples if options["NEAREST"] else 2 * samples
-    tile = tuning.block_tile(d)
+    tile = tuning.list_tile(d)
 
     def lists(count: bool) -> Launch:
         return Launch(
