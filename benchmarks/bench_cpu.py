@@ -56,6 +56,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
     refused: dict[str, list[str]] = {}
+    overhead = _overhead(arguments.impl)  # before large problems take the caches
     for id in arguments.case or TARGETS:
         operator = WORKLOADS[id].operator
         with console.status(f"{id}: named cases of {operator}"):
@@ -70,7 +71,6 @@ def main() -> int:
         for threads in arguments.threads:
             with console.status(f"{id}: timing with {threads} threads"):
                 rows.append(_row(id, problem, threads, error, memory, arguments))
-    overhead = _overhead(arguments.impl)
     console.print(_table(rows))
     console.print(
         f"A tiny call: {', '.join(f'{duration(t)} {how}' for how, t in overhead.items())}"
