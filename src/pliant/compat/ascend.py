@@ -96,18 +96,24 @@ def _put(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
 # Packages and the registered operator
 
 
-class _Aliases(MetaPathFinder, Loader):
+class _Aliases(MetaPathFinder):
     """Finds the packages under their aliases, each submodule when it is imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         real = _real_name(fullname)
-        found = real is not None and importlib.util.find_spec(real) is not None
-        return ModuleSpec(fullname, self) if found else None
+        if real is None or importlib.util.find_spec(real) is None:
+            return None
+        return ModuleSpec(fullname, _Alias(real))
+
+
+class _Alias(Loader):
+    """Gives a module another name: under both it is the same object."""
+
+    def __init__(self, real: str) -> None:
+        self.real = real
 
     def exec_module(self, module: ModuleType) -> None:
-        real = _real_name(module.__name__)
-        assert real is not None
-        sys.modules[module.__name__] = importlib.import_module(real)
+        sys.modules[module.__name__] = importlib.import_module(self.real)
 
 
 def _real_name(name: str) -> str | None:

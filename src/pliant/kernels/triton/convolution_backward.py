@@ -634,7 +634,7 @@ class Products:
         stacked = not one or parts > 1
         self.sum = _summed(torch.bmm if stacked else torch.mm, weight)
         self.add = _summed(torch.baddbmm if stacked else torch.addmm, weight)
-        self.parts = () if parts == 1 else (parts,)
+        self.parts = parts
         self.to_rows, self.to_filters = to_channels_last(grad), to_channels_last(weight)
         self.stack, self.each, self.strides = (groups,)[one:], each, (each, co, 1)[one:]
         self.matrix = (groups, each, row)[one:], (each * row, row, 1)[one:]
@@ -653,8 +653,8 @@ class Products:
 
         This way round it is faster.
         """
-        if self.parts:
-            columns, outputs = (x.unflatten(0, (*self.parts, -1)) for x in (columns, outputs))
+        if self.parts > 1:
+            columns, outputs = (x.unflatten(0, (self.parts, -1)) for x in (columns, outputs))
         factors = columns.mT, outputs
         return self.sum(*factors) if so_far is None else self.add(so_far, *factors)
 
@@ -762,12 +762,7 @@ def _differentiate(
 
 def _settle(problem: Problem, weight: Tensor, parts: int) -> Launch:
     (n, _, h, w), sizes, constants = problem.size, problem.sizes, problem.constants
-    tile = {
-        "BQ": 16,
-        "BC": min(16, triton.next_power_of_2(sizes["RUN"])),
-        "BO": min(32, triton.next_power_of_2(sizes["COG"])),
-        "num_warps": 4,
-    }
+    tile = tuning.settle_tile(sizes["RUN"], sizes["COG"])
     runs = sizes["C"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], tile["BC"])
     return Launch(
         settle, (runs, constants["K"], triton.cdiv(sizes["COG"], tile["BO"])),

@@ -180,6 +180,12 @@ def filter_parts(rows: int, row: int, outputs: int, device: torch.device) -> int
     return parts
 
 
+def settle_tile(channels: int, outputs: int) -> dict[str, int]:
+    """Channels and outputs, and positions where they are summed again."""
+    bc, bo = (min(triton.next_power_of_2(x), most) for x, most in ((channels, 16), (outputs, 32)))
+    return {"BQ": 16, "BC": bc, "BO": bo, "num_warps": 4}
+
+
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
     """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
     need no second block of channels, four times as many.
