@@ -293,7 +293,7 @@ def _launch_backward(
     _, q, _, views, points, _ = loc.shape
     skip = policy.outside == "skip"
     places = points if skip else views * points
-    tile = tuning.backward_tile(n * q * g, k, d, places, policy, value.dtype)
+    tile = tuning.backward_tile(n * q * g, k, d, places, policy, value.dtype, wanted[0])
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
         backward.by_point,

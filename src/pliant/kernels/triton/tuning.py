@@ -56,20 +56,31 @@ def point_splits(queries: int, channels: int, places: int, value: Tensor) -> int
 
 
 def backward_tile(
-    programs: int, groups: int, channels: int, points: int, policy: Policy, dtype: torch.dtype
+    programs: int,
+    groups: int,
+    channels: int,
+    points: int,
+    policy: Policy,
+    dtype: torch.dtype,
+    adds: bool,
 ) -> dict[str, int]:
-    """Queries that a program goes through, and points, groups and channels of a tile."""
+    """Queries that a program goes through, and points, groups and channels of a tile; `adds` says
+    whether it adds to the gradient of the features.
+    """
     bk = triton.next_power_of_2(groups)
     bd = min(triton.next_power_of_2(channels), max(1024 // bk, 1))
-    many = dtype == torch.float32 and programs >= 1 << 16
+    short = dtype.itemsize <= 4
+    many = short and programs >= 1 << 16
     tile = {"BQ": 4 if many else 1, "BK": bk, "BD": bd}
     places = triton.next_power_of_2(points)
     if policy.outside == "skip":
         return {"BJ": min(16, places), **tile, "num_warps": 4}
     # One warp: no barrier. A nearest pixel needs a quarter of the registers of four corners.
-    elements = 512 if policy.interpolation == "nearest" else 256 if many else 128
+    elements = 256 if many else 128 if adds or not short else 512
+    if policy.interpolation == "nearest":
+        elements = 512
     tile |= {"BJ": min(max(elements // (bk * bd), 1), places), "num_warps": 1}
-    return {**tile, "maxnreg": 96} if dtype == torch.float32 else tile
+    return {**tile, "maxnreg": 96} if many or dtype == torch.float32 else tile
 
 
 def batch_step(batch: int, size: int, samples: int, pixels: int) -> int:
@@ -91,8 +102,13 @@ def by_list(value: Tensor, size: int, samples: int) -> bool:
     n, pixels, g, k, d = value.shape
     fits = value.dtype.itemsize == 2 and k == 1 and d <= 64
     small = 8 * samples + pixels <= pixels * d  # lists, beside the features in float32
-    counted = n * g * max(4 * samples, pixels + 1) < 2**31
+    counted = n * g * 4 * samples < 2**31
     return fits and small and counted and _sparse(size, samples, pixels)
+
+
+def enter_tile() -> dict[str, int]:
+    """Samples that a program writes down."""
+    return {"B": 256, "num_warps": 4}
 
 
 def list_tile(channels: int) -> dict[str, int]:
