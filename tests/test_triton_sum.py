@@ -347,6 +347,14 @@ def test_lists_any_size(policy, channels, by_list):
         compare(large_problem(policy, channels=channels), tolerance=3e-6)
 
 
+@pytest.mark.parametrize("policy", [ATTENTION, GEOMETRIC], ids=["attention", "geometric"])
+def test_lists_a_crowd(policy, by_list):
+    """All samples of a map in one place: one long chain."""
+    args = large_problem(policy)
+    args[3][:] = 0.3
+    compare(args, tolerance=3e-6)
+
+
 def test_lists_in_wide_integers(by_list, monkeypatch):
     monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
     for policy in (ATTENTION, GEOMETRIC):
