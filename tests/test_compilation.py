@@ -66,6 +66,8 @@ def twice(step):
 from pliant.kernels.triton import launch, sum as kernels, tuning
 from pliant.sampling.problem import Policy
 
+tuning.early = lambda device: ARCH >= 90
+
 SUMS = (
     (Policy("unit", "bilinear", "zero"), torch.float32, 8, 1, 32, 4, 1, 4),
     (Policy("unit", "bilinear", "zero"), torch.float16, 8, 1, 37, 2, 1, 3),
@@ -97,9 +99,15 @@ for policy, dtype, g, k, d, v, r, p in SUMS if ARCH == 90 else SUMS[::3]:
     twice(lambda: kernels.sample_sum_backward(grad, *args, [True] * 3))
     tuning.by_list = rule
 
-expected = {"by_query", "by_point", "locate", "fill", "collect", "enter", "gather"}
+expected = {"by_query", "by_point", "clear", "locate", "fill", "collect", "enter", "gather"}
 assert {name for name, _ in compiled} == expected
 sums = len(compiled)
+shuffled = [k for name, k in compiled if name == "by_query" and "shfl" in k.asm["ptx"]]
+assert all(kernel.metadata.shared == 0 for kernel in shuffled)
+assert shuffled or ARCH != 90
+for name, kernel in compiled:
+    assert kernel.metadata.launch_pdl == ("griddepcontrol.wait" in kernel.asm["ptx"]), name
+    assert kernel.metadata.launch_pdl == (ARCH >= 90) or name != "clear"
 from pliant.kernels.triton import convolution, convolution_backward
 
 steps = ((1, 1), (1, 1), (1, 1))

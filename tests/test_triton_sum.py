@@ -18,6 +18,7 @@ GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from pliant.kernels.triton import bins, launch, lists, sum as kernels, tuning  # noqa: E402
@@ -248,8 +249,8 @@ def test_deterministic_mode_with_maps_of_another_size(deterministic):
 def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
     monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "CACHED", 1)
-    assert tuning.batch_step(2, 1000, 10, 100) == 1
-    assert tuning.batch_step(2, 1000, 200, 100) == 2
+    assert tuning.batch_parts(2, 1000, 10, 100) == 2
+    assert tuning.batch_parts(2, 1000, 200, 100) == 1
     compare(problem(ATTENTION, queries=1), tolerance=3e-6)
     compare(problem(ATTENTION, F16, queries=1, weights=2), tolerance=2e-3)
 
@@ -258,9 +259,9 @@ def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch)
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
-    """Five items, two at a time: the last part is smaller."""
+    """Five items, two at a time: the first part is smaller."""
     monkeypatch.setattr(launch, "_remembered", {})
-    monkeypatch.setattr(tuning, "batch_step", lambda *args: 2)
+    monkeypatch.setattr(tuning, "batch_parts", lambda *args: 3)
     args = problem(policy, dtype, groups=1)
     for i in (0, 3, 4):
         args[i] = torch.cat([args[i], args[i].flip(0), args[i][:1] * 0.5])
@@ -272,7 +273,7 @@ def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
 @pytest.mark.parametrize(("dtype", "strided"), [(F32, False), (F16, True)], ids=str)
 def test_parts_of_a_batch_in_planned_calls(dtype, strided, monkeypatch):
     monkeypatch.setattr(direct, "_plans", {})
-    monkeypatch.setattr(tuning, "batch_step", lambda *args: 2)
+    monkeypatch.setattr(tuning, "batch_parts", lambda *args: 3)
     makers = (attention(batch=5), aggregation(batch=5), geometric(batch=5))
     for operator, make in zip(SUMS, makers, strict=True):
         inputs = make(dtype, DEVICE, 0)
@@ -280,6 +281,37 @@ def test_parts_of_a_batch_in_planned_calls(dtype, strided, monkeypatch):
         if strided:
             inputs[features] = inputs[features].transpose(0, 1).contiguous().transpose(0, 1)
         verify(operator, inputs, "triton")
+
+
+@triton.jit
+def clear_slowly(sums, N, EARLY: tl.constexpr, B: tl.constexpr):  # noqa: N803
+    launch.wait(EARLY)
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    zero = i.to(tl.float32)
+    for _ in range(N):  # half of a half of a half, until nothing is left
+        zero *= 0.5
+    tl.store(sums + i, zero, mask=i < N)
+
+
+@gpu_only
+@pytest.mark.parametrize("outside", [False, True], ids=["some", "none"])
+def test_adding_waits_until_the_sums_are_clear(outside, monkeypatch):
+    """Also where the kernel that would add has nothing to add, and could end before."""
+    monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(kernels.backward, "clear", clear_slowly)
+    args = problem(AGGREGATION, batch=1, groups=1)
+    args[0] = torch.ones(1, 1 << 10, 1, 1, 32, device=DEVICE)
+    args[3] = args[3] + 2 * outside
+    grad = torch.ones_like(kernels.sample_sum(*args))
+    expected = reference.sample_sum_backward(grad, *args, [True] * 3)[0]
+    assert expected.any() == (not outside)
+    kernels.sample_sum_backward(grad, *args, [True] * 3)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.full_like(args[0], torch.nan)  # what is found in the memory of the gradient
+        got = kernels.sample_sum_backward(grad, *args, [True] * 3)[0].clone()
+    graph.replay()
+    torch.testing.assert_close(got, expected)
 
 
 def few_samples(value, *_):
@@ -398,6 +430,139 @@ def test_lists_infinities_where_they_are_read(policy, dtype, by_list):
     assert expected.isnan().any()
     tolerance = 1e-5 if dtype == F32 else 4e-3
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """The test fails if lanes do not share what they find."""
+    monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(direct, "_plans", {})
+    rule, asked = tuning.shared, []
+    monkeypatch.setattr(tuning, "shared", lambda *args: asked.append(rule(*args)) or asked[-1])
+    yield
+    assert asked
+    assert all(asked)
+
+
+def test_where_lanes_share():
+    def ask(policy=ATTENTION, *, dtype=F32, queries=9, heads=8, channels=32, maps=(4, 1),
+            points=4, of=lambda *x: x):  # fmt: skip
+        value = torch.empty(1, 9, heads, 1, channels, dtype=dtype, device="meta")
+        loc = torch.empty(1, queries, heads, maps[0], points, 2, device="meta")
+        weight = torch.empty(1, queries, heads, maps[0], points, maps[1], 1, device="meta")
+        tile = tuning.query_tile(channels, queries, heads, points, dtype)
+        return tuning.shared(tile, *of(value, loc, weight), policy)
+
+    def twice(x, axis):
+        """`x` in steps twice as long before `axis`."""
+        return torch.cat([x, x], axis).narrow(axis, 0, x.shape[axis])
+
+    assert ask() == 8
+    assert ask(dtype=F16) == 4
+    assert ask(maps=(3, 1)) == 4
+    assert ask(maps=(3, 1), dtype=BF16) == 4
+    assert ask(channels=128, points=8) == 16
+    assert ask(Policy("pixel", "bilinear", "zero"), maps=(1, 1)) == 4
+    assert ask(of=lambda *x: [twice(x[0], 3), twice(x[1], 3), twice(x[2], 3)])
+    assert not ask(GEOMETRIC)
+    assert not ask(
+        maps=(4, 2), of=lambda v, x, w: (v, x, w.movedim(5, 0).contiguous().movedim(0, 5))
+    )
+    assert not ask(channels=31, of=lambda v, x, w: (v.new_empty(1, 9, 8, 1, 32)[..., :31], x, w))
+    assert not ask(channels=256)  # more lanes than a warp has
+    assert not ask(channels=16, dtype=F16)  # two lanes
+    assert not ask(channels=4, dtype=F16)  # half a lane
+    assert not ask(maps=(2, 1), points=11)  # two samples at a time
+    assert not ask(queries=4, heads=2)  # a smaller tile
+    assert not ask(of=lambda v, x, w: (twice(v[..., None], 5)[..., 0], x, w))
+    assert not ask(of=lambda v, x, w: (v.new_empty(1, 9, 264)[..., 8:].view(v.shape), x, w))
+    assert not ask(of=lambda v, x, w: (v.new_empty(1, 9, 8, 1, 40)[..., 8:], x, w))
+    assert not ask(of=lambda v, x, w: (v, twice(x, 4), w))
+    assert not ask(of=lambda v, x, w: (v, twice(x, 5), w))
+    assert not ask(of=lambda v, x, w: (v, x, twice(w, 4)))
+    assert not ask(of=lambda v, x, w: (v, x, w[:, :, :, :, :1].expand((*x.shape[:-1], 1, 1))))
+
+
+def compare_shared(args):
+    """The sum of the kernel against the reference in float64, NaN and Inf too."""
+    exact = [a.double() if i in (0, 4) else a for i, a in enumerate(args)]
+    got, expected = kernels.sample_sum(*args), reference.sample_sum(*exact)
+    tolerance = {F32: 3e-6, F16: 2e-3, BF16: 2e-2, F64: 1e-12}[args[0].dtype]
+    scale = expected.nan_to_num(0, 0, 0).abs().max().clamp(min=1.0).item()
+    torch.testing.assert_close(
+        got.double(), expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+    )
+    return got
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("groups", "channels", "points"), [(1, 32, 4), (2, 32, 8), (2, 64, 2), (3, 64, 6), (2, 128, 10)]
+)
+def test_shared_any_size(groups, channels, points, dtype, shared):
+    for policy in (ATTENTION, Policy("pixel", "bilinear", "zero")):
+        args = problem(policy, dtype, groups=groups, channels=channels, points=points, queries=17)
+        compare_shared(args)
+        compare_shared([*args[:3], args[3].to(dtype), *args[4:]])
+        if channels < 128:  # of 128 in float64 a pixel takes two warps
+            compare_shared([args[0].double(), *args[1:4], args[4].double(), policy])
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
+def test_shared_of_strided_tensors(wide, shared, monkeypatch):
+    if wide:
+        monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
+    args = problem(ATTENTION, channels=32, points=4, queries=9)
+    args[0] = torch.cat([args[0], args[0].flip(0)], 4)[..., 32:].transpose(0, 1)
+    args[0] = args[0].contiguous().transpose(0, 1)
+    args[3:5] = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in args[3:5]]
+    compare_shared(args)
+    args[0] = args[0][:, :, :1].expand(-1, -1, 2, -1, -1)
+    args[3:5] = args[3][:, :1].expand(-1, 9, -1, -1, -1, -1), args[4][:1].expand(2, *[-1] * 6)
+    compare_shared(args)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
+def test_shared_of_what_is_not_finite(dtype, shared):
+    """What is not read adds nothing, be it NaN; what is read does."""
+    args = problem(ATTENTION, dtype, channels=64, points=4, queries=12)
+    args[0][:, 20:26] = args[0][:, 35:] = torch.nan  # before and after the maps
+    compare_shared(args)
+    away = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 3.0, -2.0], device=DEVICE)
+    args[3][:, :7, ..., 0] = away.view(7, 1, 1, 1)
+    args[3][:, 5:9, ..., 1] = torch.nan
+    args[4][:, :4], args[4][:, 4:8], args[4][:, 9, 0, 0, 2] = torch.nan, torch.inf, torch.nan
+    args[0][0, 7, 0], args[0][1, 28, 1] = torch.inf, torch.nan
+    got = compare_shared(args)
+    assert (got[:, :9] == 0).all()
+    assert got.isinf().any()
+    assert got.isnan().any()
+
+
+@pytest.mark.parametrize("id", MAPS)
+def test_shared_of_any_maps(id, shared):
+    """Where they lie, nothing is shared."""
+    args = problem(ATTENTION, channels=32, points=4, queries=9)
+    shapes, starts = (torch.tensor(x, device=DEVICE) for x in MAPS[id])
+    args[1], args[2] = shapes.unsqueeze(1), starts.unsqueeze(1)
+    room = torch.full((3, *args[0].shape[1:]), torch.nan, device=DEVICE)  # NaN on both sides
+    room[1] = args[0][0]
+    args[0] = room[1:2]
+    args[3:5] = [x[:1] for x in args[3:5]]
+    assert compare_shared(args).isfinite().all()
+
+
+def test_positions_that_cannot_be_read_in_pairs_are_not_shared():
+    args = problem(ATTENTION, channels=32, points=4, queries=9)
+    sliced = torch.empty(args[3].numel() + 1, device=DEVICE)[1:].view(args[3].shape)
+    for loc, share in ((args[3], 8), (sliced, 0)):
+        launch = kernels._launch(*args[:3], loc, args[4], args[0], ATTENTION, 1)
+        assert launch.constants["SHARE"] == share
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
+def test_shared_in_planned_calls(dtype, shared):
+    verify(SUMS[0], attention(channels=32, queries=9, points=4)(dtype, DEVICE, 0), "triton")
 
 
 @pytest.mark.parametrize("queries", [1, 5])

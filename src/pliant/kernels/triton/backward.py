@@ -2,13 +2,23 @@
 the features, added atomically in the accumulator's dtype.
 
 Programs go through one pair of item and group after another, whose features and sums stay in the
-cache.
+cache. With EARLY they begin while `clear` still sets the sums to zero, and wait before they add.
+What they read was there before `clear` began.
 """
 
 import triton
 import triton.language as tl
 
 from . import taps
+from .launch import wait
+
+
+@triton.jit
+def clear(sums, N, EARLY: tl.constexpr, B: tl.constexpr):
+    """Set N numbers to zero, and keep them in the cache."""
+    wait(EARLY)
+    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    tl.store(sums + i, 0.0, mask=i < N, eviction_policy="evict_last")
 
 
 @triton.jit(do_not_specialize=["Q", "S", "G"])
@@ -28,7 +38,7 @@ def by_point(
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    PAIR: tl.constexpr, UNIFORM: tl.constexpr, BLOCKS: tl.constexpr,
+    PAIR: tl.constexpr, UNIFORM: tl.constexpr, EARLY: tl.constexpr, BLOCKS: tl.constexpr,
     BQ: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     programs = tl.cdiv(Q, BQ)  # of a pair
@@ -56,7 +66,7 @@ def by_point(
                 g_d, v_s, v_k, v_d, l_v, l_p, l_c, w_v, w_p, w_r, w_k, gv_s, gv_k, gv_d,
                 gl_v, gl_p, gl_c, gw_v, gw_p, gw_r, gw_k, V, R, P, K, D,
                 UNIT, SKIP, NEAREST, True, TO_VALUE, TO_LOC, TO_WEIGHT,
-                ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, BLOCKS, BJ, BK, BD,
+                ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, EARLY, BLOCKS, BJ, BK, BD,
             )  # fmt: skip
     else:  # where products of a false size and a stride may exceed 32 bits
         for i in range(queries):
@@ -66,8 +76,9 @@ def by_point(
                 g_d, v_s, v_k, v_d, l_v, l_p, l_c, w_v, w_p, w_r, w_k, gv_s, gv_k, gv_d,
                 gl_v, gl_p, gl_c, gw_v, gw_p, gw_r, gw_k, V, R, P, K, D,
                 UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
-                tl.int64, POS, ACC, INTERPRET, PAIR, UNIFORM, BLOCKS, BJ, BK, BD,
+                tl.int64, POS, ACC, INTERPRET, PAIR, UNIFORM, EARLY, BLOCKS, BJ, BK, BD,
             )  # fmt: skip
+    wait(EARLY)  # no program ends before the sums are clear, though it may not add
 
 
 @triton.jit
@@ -83,7 +94,7 @@ def _query(
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
     TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    PAIR: tl.constexpr, UNIFORM: tl.constexpr, BLOCKS: tl.constexpr,
+    PAIR: tl.constexpr, UNIFORM: tl.constexpr, EARLY: tl.constexpr, BLOCKS: tl.constexpr,
     BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A query's samples, BJ at a time."""
@@ -117,7 +128,7 @@ def _query(
                     grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
                     g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
                     UNIT, SKIP, NEAREST, HONEST, TO_VALUE, TO_LOC, TO_WEIGHT,
-                    ROW, ACC, INTERPRET, BJ, BK, BD,
+                    ROW, ACC, INTERPRET, EARLY, BJ, BK, BD,
                 )  # fmt: skip
                 along_x += dx
                 along_y += dy
@@ -135,7 +146,7 @@ def _differentiate(
     K: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
     TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
-    ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr, EARLY: tl.constexpr,
     BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Samples [BJ] of one map each: their gradients, of which those along x and y are returned.
@@ -169,6 +180,7 @@ def _differentiate(
                 v00 = tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC)
                 by_a += tl.sum(go * v00, 2)
             if TO_VALUE:
+                wait(EARLY)
                 tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
         else:
             n00 = _corner(m00, k, d, K, D, BK, BD)
@@ -191,6 +203,7 @@ def _differentiate(
                     by_x += tl.sum(go * along, 2)
                     by_y += tl.sum(go * (bottom - top), 2)
             if TO_VALUE:
+                wait(EARLY)
                 to = to_row + d * gv_d
                 ga = go * a[:, :, None]
                 c00, c01, c10, c11 = taps.coefficients(fx, fy)

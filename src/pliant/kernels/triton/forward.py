@@ -1,6 +1,7 @@
 """The weighted sum of samples. Two tilings of one computation:
 
-`by_query`   a tile is [queries x heads, channels]; a query's points are read one after another.
+`by_query`   a tile is [queries x heads, channels]; a query's points are read one after another,
+             where it can be after its lanes have found the corners of several for each other.
 `by_point`   a tile is [points, channels] of one query and view; one in which no point counts is
              left out before anything is read. For weights by channel group, for points mostly
              outside, and for few queries of many points, which several programs share.
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import taps
+from .launch import wait
 
 
 @triton.jit(do_not_specialize=["Q", "S"])
@@ -24,8 +26,9 @@ def by_query(
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     BQ: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-    UNROLL: tl.constexpr, PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr,
+    SHARE: tl.constexpr, PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait(EARLY)
     blocks = tl.cdiv(Q, BQ)
     pid = tl.program_id(0)
     n = (pid // blocks // (G // BG)).to(tl.int64)
@@ -43,13 +46,24 @@ def by_query(
     acc = tl.zeros([BQ * BG, BD], ACC)
     loc += q * l_q + g * l_g
     weight += q * w_q + g * w_g
+    if SHARE > 0:
+        lanes = tl.arange(0, BD * value.dtype.element_ty.primitive_bitwidth // 128)
+        x, y, a = _load_samples(loc, weight, lanes, V * P, POS, ACC)
     if taps.all_honest(shapes, starts, V * R, S):  # always, unless the metadata lie
-        for m in tl.range(V * R, loop_unroll_factor=UNROLL):
-            acc = _add_map(
-                acc, value, loc, weight, shapes, starts, m, S, column, d,
-                l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,
-                UNIT, SKIP, NEAREST, True, ROW, POS, ACC, INTERPRET, BD, BP, PAIR, WEIGHT_PAIR,
-            )  # fmt: skip
+        if SHARE > 0:
+            for first in range(0, V * P, SHARE):
+                acc = _add_shared(
+                    acc, value + column, x, y, a, shapes, starts, first, first + lanes, S,
+                    v_s, V, P, UNIT, ROW, ACC, INTERPRET, BQ * BG, SHARE,
+                )  # fmt: skip
+                x, y, a = _load_samples(loc, weight, first + SHARE + lanes, V * P, POS, ACC)
+        else:
+            for m in tl.range(V * R, loop_unroll_factor=2):
+                acc = _add_map(
+                    acc, value, loc, weight, shapes, starts, m, S, column, d,
+                    l_v, l_p, l_c, w_v, w_p, w_r, v_s, R, P, D,
+                    UNIT, SKIP, NEAREST, True, ROW, POS, ACC, INTERPRET, BD, BP, PAIR, WEIGHT_PAIR,
+                )  # fmt: skip
     else:  # where products of a false size and a stride may exceed 32 bits
         for m in range(V * R):
             acc = _add_map(
@@ -118,6 +132,59 @@ def _add_map(
     return acc
 
 
+@triton.jit
+def _load_samples(loc, weight, j, SAMPLES: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr):
+    """Positions and weights [queries, lanes] of the samples `j`, which lie side by side.
+
+    Counted in pairs, the compiler sees it too, and loads them as the lanes need them.
+    """
+    live = (j < SAMPLES)[None, :]
+    x, y = taps.load_pair(loc[:, None], live, j[None, :])
+    return x.to(POS), y.to(POS), tl.load(weight[:, None] + j[None, :], mask=live).to(ACC)
+
+
+@triton.jit
+def _add_shared(
+    acc, value, x, y, a, shapes, starts, first, j, S,
+    v_s: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
+    UNIT: tl.constexpr, ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """`acc` [queries, channels] plus each query's samples from `first` on, SHARE of them.
+
+    Each of the lanes that read one query's pixels finds the corners of one sample, for them all.
+    """
+    h, w, start, _ = taps.load_map(shapes, starts, j // P, j < V * P, S, True, ROW)
+    row, fx, fy, up, down, left, right = taps.sides(
+        x, y, h[None, :], w[None, :], start[None, :], UNIT, ROW, ACC, INTERPRET
+    )
+    c00, c01, c10, c11 = taps.scaled(fx, fy, a, up & left, up & right, down & left, down & right)
+    # What is not read, in the four bits that are zero in the offset of a row.
+    outside = tl.where(up, 0, 1) | tl.where(down, 0, 2) | tl.where(left, 0, 4)
+    packed = (row * v_s) | outside | tl.where(right, 0, 8)
+    for i in tl.static_range(SHARE):
+        _, width, _, _ = taps.load_map(shapes, starts, (first + i) // P, None, S, True, ROW)
+        offset = _lane(packed, i, ROWS)
+        bits = offset.to(tl.int32)
+        at = value + tl.multiple_of(offset & -16, (16, 16))
+        v00 = tl.load(at, mask=bits & 5 == 0, other=0).to(ACC)
+        v01 = tl.load(at + v_s, mask=bits & 9 == 0, other=0).to(ACC)
+        at += width * v_s
+        v10 = tl.load(at, mask=bits & 6 == 0, other=0).to(ACC)
+        v11 = tl.load(at + v_s, mask=bits & 10 == 0, other=0).to(ACC)
+        acc += v00 * _lane(c00, i, ROWS)
+        acc += v01 * _lane(c01, i, ROWS)
+        acc += v10 * _lane(c10, i, ROWS)
+        acc += v11 * _lane(c11, i, ROWS)
+    return acc
+
+
+@triton.jit
+def _lane(x, i: tl.constexpr, ROWS: tl.constexpr):
+    """Column `i` of `x`, by shuffles. The reshaping frees it from the layout of `x`."""
+    return tl.reshape(tl.gather(x, tl.full([ROWS, 1], i, tl.int32), 1), [ROWS])[:, None]
+
+
 @triton.jit(do_not_specialize=["Q", "S", "G"])
 def by_point(
     value, shapes, starts, loc, weight, out,
@@ -130,8 +197,10 @@ def by_point(
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     PAIR: tl.constexpr, SPLITS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """With SPLITS programs to a tile, `out` holds as many results, one after another."""
+    wait(EARLY)
     pid = tl.program_id(0).to(tl.int64)
     n = pid // G // Q
     q = pid // G % Q

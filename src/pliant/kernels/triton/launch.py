@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import INTERPRET
 
@@ -16,6 +18,7 @@ T = TypeVar("T")
 class Launch:
     """A kernel, its grid and all arguments but the tensors: what the sizes of a problem fix.
 
+    With a constant EARLY it is made ready while the kernel before it still runs, and must `wait`.
     The first call goes through Triton's own launch, which compiles. Later ones launch the compiled
     kernel, without Triton's look-up by every argument: it takes longer than a small problem runs.
     """
@@ -23,7 +26,8 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], integers: tuple[int, ...], **constants: Any
     ) -> None:
-        self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
+        self.kernel, self.grid, self.integers = kernel, grid, integers
+        self.constants = {**constants, "launch_pdl": True} if constants.get("EARLY") else constants
         self.rest: tuple[Any, ...] = ()
         self.compiled: dict[Hashable, Any] = {}  # by the tensors' alignment
 
@@ -50,6 +54,16 @@ class Launch:
                 *self.grid, stream, compiled.function, compiled.packed_metadata,
                 None, None, None, *tensors, *self.rest,
             )  # fmt: skip
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """In a kernel: until all before it has ended, whose results it reads or whose memory it takes.
+    Then those after it may be made ready.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 _remembered: dict[Hashable, Any] = {}

@@ -110,9 +110,12 @@ def _launch(
     constants = {
         **_inner("l", loc, "n q g v p c"), "V": views, "R": scales, "P": points, "D": d,
         **_options(policy, value, loc, _row_type(value, loc, weight, out)), "PAIR": _paired(loc, 5),
+        "EARLY": tuning.early(value.device),
     }  # fmt: skip
     if _by_query(k, policy):
         tile = tuning.query_tile(d, q, g, points, value.dtype)
+        if constants["PAIR"]:
+            tile["SHARE"] = tuning.shared(tile, value, loc, weight, policy)
         return Launch(
             forward.by_query,
             (triton.cdiv(q, tile["BQ"]) * n * g // tile["BG"], triton.cdiv(d, tile["BD"])),
@@ -218,7 +221,10 @@ def _backward(
     by_list = to_value and tuning.by_list(value, size, samples)
     added = to_value and not by_list
     rounded = added and acc != value.dtype
-    step = tuning.batch_step(n, size, samples, value.shape[1]) if added else n
+    # A part is cleared as one stretch of memory.
+    stretches = rounded or strides[0][0] * n == value.numel()
+    parted = tuning.batch_parts(n, size, samples, value.shape[1])
+    count = parted if added and stretches else 1
     wanted = (added, moved, to_weight)
     made = [
         torch.empty_strided(x.shape, stride, dtype=x.dtype, device="meta") if need else x
@@ -231,16 +237,17 @@ def _backward(
         options = _options(policy, value, loc, _row_type(grad, loc, weight, made[0]))
         gather = lists.grad_value(grad, shapes, loc, weight, made[0], options)
     if rounded:
-        whole = step == n
-        made[0] = made[0].to(acc) if whole else made[0].new_empty(value.shape, dtype=acc)
+        made[0] = made[0].to(acc) if count == 1 else made[0].new_empty(value.shape, dtype=acc)
 
     def launch(items: slice) -> Launch:
         g, v, x, w, gv, gx, gw = (t[items] for t in (grad, value, loc, weight, *made))
         return _launch_backward(g, v, shapes, starts, x, w, gv, gx, gw, policy, wanted)
 
-    parts = [slice(first, min(first + step, n)) for first in range(0, n, step)]
-    known = {part.stop - part.start: part for part in parts} if any(wanted) else {}
-    launches = {length: launch(part) for length, part in known.items()}
+    parts = [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
+    lengths = {part.stop - part.start: part for part in parts}
+    launches = {length: launch(part) for length, part in lengths.items()} if any(wanted) else {}
+    item = value.numel() // n
+    clears = {x: _launch_clear(x * item, value.device) for x in lengths} if added else {}
     # The policy "skip" never visits a point that does not count: its gradients are set here.
     fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
 
@@ -251,20 +258,23 @@ def _backward(
         grad_weight = fresh(weight) if to_weight else None
         gl = loc if grad_loc is None or not moved else grad_loc
         gw = weight if grad_weight is None else grad_weight
-        if step == n:
+        if count == 1:
             sums = value
             if to_value:
-                sums = torch.empty_like(value) if by_list else torch.zeros_like(value, dtype=acc)
+                sums = torch.empty_like(value, dtype=None if by_list else acc)
+            if added:
+                clears[n](sums)
             if launches:
                 launches[n](grad, value, shapes, starts, loc, weight, sums, gl, gw)
             if gather is not None:
                 gather(grad, shapes, starts, loc, weight, sums)
             return sums.to(value.dtype) if to_value else None, grad_loc, grad_weight
         grad_value = torch.empty_like(value)
-        total = value.new_empty(step, *value.shape[1:], dtype=acc) if rounded else None
+        total = value.new_empty(max(lengths), *value.shape[1:], dtype=acc) if rounded else None
         for part in parts:
             length = part.stop - part.start
-            sums = (grad_value[part] if total is None else total[:length]).zero_()
+            sums = grad_value[part] if total is None else total[:length]
+            clears[length](sums)
             launches[length](
                 grad[part], value[part], shapes, starts, loc[part], weight[part],
                 sums, gl[part], gw[part],
@@ -274,6 +284,12 @@ def _backward(
         return grad_value, grad_loc, grad_weight
 
     return start
+
+
+def _launch_clear(size: int, device: torch.device) -> Launch:
+    tile, early = tuning.clear_tile(), tuning.early(device)
+    grid = (triton.cdiv(size, tile["B"]),)
+    return Launch(backward.clear, grid, (size,), EARLY=early, **tile)
 
 
 def _launch_backward(
@@ -292,7 +308,7 @@ def _launch_backward(
     n, s, g, k, d = value.shape
     _, q, _, views, points, _ = loc.shape
     skip = policy.outside == "skip"
-    places = points if skip else views * points
+    places, early = points if skip else views * points, wanted[0] and tuning.early(value.device)
     tile = tuning.backward_tile(n * q * g, k, d, places, policy, value.dtype, wanted[0])
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
@@ -306,7 +322,7 @@ def _launch_backward(
         V=views, R=shapes.shape[1], P=points, K=k, D=d,
         **_options(policy, value, loc, _row_type(*operands)),
         TO_VALUE=wanted[0], TO_LOC=wanted[1], TO_WEIGHT=wanted[2], PAIR=_paired(loc, 5),
-        UNIFORM=skip or points % tile["BJ"] == 0,
+        UNIFORM=skip or points % tile["BJ"] == 0, EARLY=early,
         BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
     )  # fmt: skip
 

@@ -60,12 +60,12 @@ def load_position(at, l_c: tl.constexpr, live, PAIR: tl.constexpr, POS: tl.const
 
 
 @triton.jit
-def load_pair(at, live):
-    """Two neighbouring numbers of 16 or 32 bits as one integer: a request less to the cache."""
+def load_pair(at, live, i=0):
+    """Pair `i` of numbers of 16 or 32 bits, as one integer: a request less to the cache."""
     element: tl.constexpr = at.dtype.element_ty
     narrow: tl.constexpr = tl.int16 if element.primitive_bitwidth == 16 else tl.int32
     wide: tl.constexpr = tl.int32 if element.primitive_bitwidth == 16 else tl.int64
-    pair = tl.load(at.to(tl.pointer_type(wide)), mask=live)
+    pair = tl.load(at.to(tl.pointer_type(wide)) + i, mask=live)
     first = pair.to(narrow).to(element, bitcast=True)
     return first, (pair >> element.primitive_bitwidth).to(narrow).to(element, bitcast=True)
 
@@ -123,30 +123,15 @@ def bilinear(
 
     Where none is read, the fractions may be anything.
     """
-    if UNIT:
-        px = unit_to_pixel(x, w, INTERPRET)
-        py = unit_to_pixel(y, h, INTERPRET)
-    else:
-        px = x
-        py = y
     if SKIP:
         live = both(live, inside(x, y))
-    if HONEST and px.dtype == tl.float32:
-        # A position far outside, infinite or NaN gives bits far outside too.
-        left = floor_plus_magic(px, INTERPRET)
-        top = floor_plus_magic(py, INTERPRET)
-        x0 = left.to(tl.int32, bitcast=True) - MAGIC_BITS
-        y0 = top.to(tl.int32, bitcast=True) - MAGIC_BITS
-        up = both(live, _index(y0, h))
-        down = both(live, _index(y0 + 1, h) & (py > -1))
-        m00 = up & _index(x0, w)
-        m01 = up & (_index(x0 + 1, w) & (px > -1))
-        m10 = down & _index(x0, w)
-        m11 = down & (_index(x0 + 1, w) & (px > -1))
-        row = start + y0.to(ROW) * w + x0
-        left -= MAGIC
-        top -= MAGIC
+    if HONEST and x.dtype == tl.float32:
+        row, fx, fy, up, down, left, right = sides(x, y, h, w, start, UNIT, ROW, ACC, INTERPRET)
+        up = both(live, up)
+        down = both(live, down)
+        return row, fx, fy, up & left, up & right, down & left, down & right
     else:
+        px, py = pixels(x, y, h, w, UNIT, INTERPRET)
         px = _guarded(px, w)
         py = _guarded(py, h)
         left = tl.floor(px)
@@ -160,7 +145,33 @@ def bilinear(
         m01 = stored(row + 1, S, up & _index(x0 + 1, w), HONEST)
         m10 = stored(row + w, S, down & _index(x0, w), HONEST)
         m11 = stored(row + w + 1, S, down & _index(x0 + 1, w), HONEST)
-    return row, (px - left).to(ACC), (py - top).to(ACC), m00, m01, m10, m11
+        return row, (px - left).to(ACC), (py - top).to(ACC), m00, m01, m10, m11
+
+
+@triton.jit
+def sides(
+    x, y, h, w, start,
+    UNIT: tl.constexpr, ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """As `bilinear`, for float32 and HONEST: which lines y, y + 1, columns x, x + 1 are read."""
+    px, py = pixels(x, y, h, w, UNIT, INTERPRET)
+    # A position far outside, infinite or NaN gives bits far outside too.
+    x1 = floor_plus_magic(px, INTERPRET)
+    y1 = floor_plus_magic(py, INTERPRET)
+    x0 = x1.to(tl.int32, bitcast=True) - MAGIC_BITS
+    y0 = y1.to(tl.int32, bitcast=True) - MAGIC_BITS
+    up, down = _index(y0, h), _index(y0 + 1, h) & (py > -1)
+    left, right = _index(x0, w), _index(x0 + 1, w) & (px > -1)
+    row = start + y0.to(ROW) * w + x0
+    return row, (px - (x1 - MAGIC)).to(ACC), (py - (y1 - MAGIC)).to(ACC), up, down, left, right
+
+
+@triton.jit
+def pixels(x, y, h, w, UNIT: tl.constexpr, INTERPRET: tl.constexpr):
+    if UNIT:
+        return unit_to_pixel(x, w, INTERPRET), unit_to_pixel(y, h, INTERPRET)
+    else:
+        return x, y
 
 
 @triton.jit

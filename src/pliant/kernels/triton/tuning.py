@@ -36,11 +36,25 @@ def query_tile(
     bg = math.gcd(groups, rows, max(1, 256 // (bd * dtype.itemsize)))
     bq = min(rows // bg, triton.next_power_of_2(queries))
     unrolled = max(i for i in range(1, 5) if points % i == 0)
-    tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
-    # Maps in one loop body.
-    tile["UNROLL"] = 4 if dtype == torch.float32 and points > unrolled else 2
+    tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "SHARE": 0, "num_warps": 4}
     registers = {4: 72, 2: 96}.get(dtype.itemsize)
     return tile if registers is None else {**tile, "maxnreg": registers}
+
+
+def shared(tile: dict[str, int], value: Tensor, loc: Tensor, weight: Tensor, policy: Policy) -> int:
+    """Samples of a query whose corners its lanes find for each other; 0 if each finds its own.
+
+    Shuffles join lanes of one warp, which load a pixel's channels, 16 bytes each, all of them.
+    """
+    points, samples = loc.shape[4], loc.shape[3] * loc.shape[4]
+    lanes = triton.cdiv(tile["BD"] * value.element_size(), 16)
+    share = math.gcd(samples, lanes, 16)
+    simple = policy.interpolation == "bilinear" and weight.shape[5] == 1
+    beside = loc.stride()[3:] == (2 * points, 2, 1) and weight.stride()[3:5] == (points, 1)
+    whole = value.shape[4] == tile["BD"] and value.stride(4) == 1
+    aligned = all(stride % 16 == 0 for stride in value.stride()[:3])
+    fits = lanes <= 32 and tile["BQ"] * tile["BG"] * lanes == 32 * tile["num_warps"]
+    return share if share >= 4 and simple and beside and whole and aligned and fits else 0
 
 
 def point_tile(channels: int, points: int) -> dict[str, int]:
@@ -83,11 +97,22 @@ def backward_tile(
     return {**tile, "maxnreg": 96} if many or dtype == torch.float32 else tile
 
 
-def batch_step(batch: int, size: int, samples: int, pixels: int) -> int:
-    """Items of a batch whose gradients, of `size` bytes in all, are computed at a time: if samples
-    are few, as many as stay in the cache between clearing and adding.
+def clear_tile() -> dict[str, int]:
+    """Elements of gradients that a program sets to zero."""
+    return {"B": 4096, "num_warps": 8}
+
+
+@functools.cache
+def early(device: torch.device) -> bool:
+    """Whether a kernel can be launched to begin before the one that it waits for has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def batch_parts(batch: int, size: int, samples: int, pixels: int) -> int:
+    """Parts of a batch whose gradients, of `size` bytes in all, are computed one after another: if
+    samples are few, so many that a part stays in the cache between clearing and adding.
     """
-    return max(1, batch * CACHED // size) if _sparse(size, samples, pixels) else batch
+    return min(batch, triton.cdiv(size, CACHED)) if _sparse(size, samples, pixels) else 1
 
 
 def _sparse(size: int, samples: int, pixels: int) -> bool:
