@@ -282,6 +282,10 @@ def test_what_does_not_count_cannot_leak_in(poison, where, dtype):
 def test_rows_beyond_32_bits(monkeypatch):
     """The kernels for larger tensors, on a small one."""
     narrow = forward.options
+    offset = torch.empty(1, 18, 1, 1, device="meta")
+    for channels, rows in ((1, tl.int32), (2**18, tl.int64)):  # a pixel before the first, too
+        input = torch.empty(1, channels, 1, (2**31 - 2**18) // channels, device="meta")
+        assert narrow(input, offset, None)["ROW"] == rows
     monkeypatch.setattr(forward, "options", lambda *x: {**narrow(*x), "ROW": tl.int64})
     tensors, steps, kernel = operands(deformable_groups=2)
     out = forward.deform_conv(*tensors, *steps)

@@ -123,6 +123,22 @@ def test_extents_decide_the_integers():
     far = torch.empty(1, 2**28, 1, 1, 8, device="meta")
     assert kernels._row_type(near) == torch.int32
     assert kernels._row_type(near, far) == torch.int64
+    # The sum of all offsets fits, but not the width of a map that is one line of all rows.
+    line = torch.empty_strided((1, 2**14, 1, 1, 8), (2**31, 2**17, 8, 8, 1), device="meta")
+    assert kernels._row_type(line) == torch.int64
+
+
+def test_pairs_in_every_item_of_a_batch(monkeypatch):
+    """Items at odd distances, one at a time: of the first alone, pairs could be loaded."""
+    monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(tuning, "batch_parts", lambda *args: 3)
+    args = problem(ATTENTION, batch=3)
+    odd = torch.empty(3, args[3][0].numel() + 1, device=DEVICE)[:, :-1].view(args[3].shape)
+    assert kernels._paired(args[3], 5)
+    assert not kernels._paired(odd, 5)
+    assert not kernels._paired(odd[:1], 5)
+    args[3] = odd.copy_(args[3])
+    compare(args, tolerance=3e-6)
 
 
 LIES = {
@@ -251,6 +267,10 @@ def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch)
     monkeypatch.setattr(tuning, "CACHED", 1)
     assert tuning.batch_parts(2, 1000, 10, 100) == 2
     assert tuning.batch_parts(2, 1000, 200, 100) == 1
+    monkeypatch.setattr(tuning, "CACHED", 32)
+    assert tuning.batch_parts(16, 131, 10, 100) == 5  # four items, 33 bytes, at most
+    assert tuning.batch_parts(11, 320, 10, 100) == 11  # two items would be 58
+    monkeypatch.setattr(tuning, "CACHED", 1)
     compare(problem(ATTENTION, queries=1), tolerance=3e-6)
     compare(problem(ATTENTION, F16, queries=1, weights=2), tolerance=2e-3)
 

@@ -3,7 +3,7 @@ the features, added atomically in the accumulator's dtype.
 
 Programs go through one pair of item and group after another, whose features and sums stay in the
 cache. With EARLY they begin while `clear` still sets the sums to zero, and wait before they add.
-What they read was there before `clear` began.
+What they read was there before: `clear` waits for it, and only then lets them begin.
 """
 
 import triton

@@ -573,7 +573,8 @@ def options(
             sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True))
             for x in strided
         ),
-        *(x[:1].numel() for x in (input, *others)),
+        input[:1].numel() + input.shape[1],  # and the pixel before
+        *(x[:1].numel() for x in others),
     )
     exact = offset.dtype != torch.float64 and max(input.shape[2:]) < 2**taps.SIDE.value
     return {

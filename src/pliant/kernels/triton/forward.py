@@ -136,7 +136,7 @@ def _add_map(
 def _load_samples(loc, weight, j, SAMPLES: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr):
     """Positions and weights [queries, lanes] of the samples `j`, which lie side by side.
 
-    Counted in pairs, the compiler sees it too, and loads them as the lanes need them.
+    A position is an element, of two numbers: so the compiler sees that lanes load neighbours.
     """
     live = (j < SAMPLES)[None, :]
     x, y = taps.load_pair(loc[:, None], live, j[None, :])
@@ -159,19 +159,20 @@ def _add_shared(
         x, y, h[None, :], w[None, :], start[None, :], UNIT, ROW, ACC, INTERPRET
     )
     c00, c01, c10, c11 = taps.scaled(fx, fy, a, up & left, up & right, down & left, down & right)
-    # What is not read, in the four bits that are zero in the offset of a row.
+    # What is not read (1 up, 2 down, 4 left, 8 right), in bits that are zero in a row's offset.
     outside = tl.where(up, 0, 1) | tl.where(down, 0, 2) | tl.where(left, 0, 4)
-    packed = (row * v_s) | outside | tl.where(right, 0, 8)
+    outside |= tl.where(right, 0, 8)
+    packed = (row * v_s) | outside
     for i in tl.static_range(SHARE):
         _, width, _, _ = taps.load_map(shapes, starts, (first + i) // P, None, S, True, ROW)
         offset = _lane(packed, i, ROWS)
         bits = offset.to(tl.int32)
         at = value + tl.multiple_of(offset & -16, (16, 16))
-        v00 = tl.load(at, mask=bits & 5 == 0, other=0).to(ACC)
-        v01 = tl.load(at + v_s, mask=bits & 9 == 0, other=0).to(ACC)
+        v00 = tl.load(at, mask=bits & (1 + 4) == 0, other=0).to(ACC)
+        v01 = tl.load(at + v_s, mask=bits & (1 + 8) == 0, other=0).to(ACC)
         at += width * v_s
-        v10 = tl.load(at, mask=bits & 6 == 0, other=0).to(ACC)
-        v11 = tl.load(at + v_s, mask=bits & 10 == 0, other=0).to(ACC)
+        v10 = tl.load(at, mask=bits & (2 + 4) == 0, other=0).to(ACC)
+        v11 = tl.load(at + v_s, mask=bits & (2 + 8) == 0, other=0).to(ACC)
         acc += v00 * _lane(c00, i, ROWS)
         acc += v01 * _lane(c01, i, ROWS)
         acc += v10 * _lane(c10, i, ROWS)

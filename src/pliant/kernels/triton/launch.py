@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Launch:
     """A kernel, its grid and all arguments but the tensors: what the sizes of a problem fix.
 
-    With a constant EARLY it is made ready while the kernel before it still runs, and must `wait`.
+    With a constant EARLY it is made ready while the kernel before it still runs: it must `wait`.
     The first call goes through Triton's own launch, which compiles. Later ones launch the compiled
     kernel, without Triton's look-up by every argument: it takes longer than a small problem runs.
     """
@@ -58,8 +58,9 @@ class Launch:
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """In a kernel: until all before it has ended, whose results it reads or whose memory it takes.
-    Then those after it may be made ready.
+    """Wait until all kernels before have ended, then let the next one be made ready.
+
+    A kernel that was launched EARLY does so before it reads what they write, or writes at all.
     """
     if EARLY:
         gdc_wait()

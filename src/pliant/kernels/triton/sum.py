@@ -114,14 +114,14 @@ def _launch(
     }  # fmt: skip
     if _by_query(k, policy):
         tile = tuning.query_tile(d, q, g, points, value.dtype)
-        if constants["PAIR"]:
-            tile["SHARE"] = tuning.shared(tile, value, loc, weight, policy)
+        share = tuning.shared(tile, value, loc, weight, policy) if constants["PAIR"] else 0
         return Launch(
             forward.by_query,
             (triton.cdiv(q, tile["BQ"]) * n * g // tile["BG"], triton.cdiv(d, tile["BD"])),
             (q, s, *strides),
             **_inner("v", value, "n s g - d"), **_inner("w", weight, "n q g v p r -"),
-            **constants, **tile, G=g, WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
+            **constants, **tile, G=g, SHARE=share,
+            WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
         )  # fmt: skip
     tile = tuning.point_tile(k * d, points)
     return Launch(
@@ -223,8 +223,8 @@ def _backward(
     rounded = added and acc != value.dtype
     # A part is cleared as one stretch of memory.
     stretches = rounded or strides[0][0] * n == value.numel()
-    parted = tuning.batch_parts(n, size, samples, value.shape[1])
-    count = parted if added and stretches else 1
+    split = added and stretches
+    count = tuning.batch_parts(n, size, samples, value.shape[1]) if split else 1
     wanted = (added, moved, to_weight)
     made = [
         torch.empty_strided(x.shape, stride, dtype=x.dtype, device="meta") if need else x
@@ -308,7 +308,8 @@ def _launch_backward(
     n, s, g, k, d = value.shape
     _, q, _, views, points, _ = loc.shape
     skip = policy.outside == "skip"
-    places, early = points if skip else views * points, wanted[0] and tuning.early(value.device)
+    places = points if skip else views * points
+    early = wanted[0] and tuning.early(value.device)
     tile = tuning.backward_tile(n * q * g, k, d, places, policy, value.dtype, wanted[0])
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
@@ -343,9 +344,13 @@ def _inner(name: str, x: Tensor, axes: str) -> dict[str, int]:
 
 
 def _paired(x: Tensor, axis: int) -> bool:
-    """Whether neighbours along `axis` can be loaded two at a time."""
+    """Whether neighbours along `axis` can be loaded two at a time, in other items of the batch too:
+    `x` may be one of them.
+    """
     others = [
-        s for i, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if i != axis and n > 1
+        s
+        for i, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True))
+        if i != axis and (n > 1 or i == 0)
     ]
     aligned = x.data_ptr() % (2 * x.element_size()) == 0
     return (
@@ -357,9 +362,13 @@ def _paired(x: Tensor, axis: int) -> bool:
 
 
 def _row_type(*operands: Tensor) -> torch.dtype:
-    """int32 for offsets inside one item of the batch, unless an operand extends farther."""
+    """int32 for offsets inside one item of the batch, unless an operand extends farther.
+
+    A line of a map before the first row, or behind the last, is counted too.
+    """
     far = max(
-        sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True)) for x in operands
+        sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True)) + 2 * x.stride(1)
+        for x in operands
     )
     return torch.int64 if far >= 2**31 - 2**16 else torch.int32
 

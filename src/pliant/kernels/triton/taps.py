@@ -156,14 +156,15 @@ def sides(
     """As `bilinear`, for float32 and HONEST: which lines y, y + 1, columns x, x + 1 are read."""
     px, py = pixels(x, y, h, w, UNIT, INTERPRET)
     # A position far outside, infinite or NaN gives bits far outside too.
-    x1 = floor_plus_magic(px, INTERPRET)
-    y1 = floor_plus_magic(py, INTERPRET)
-    x0 = x1.to(tl.int32, bitcast=True) - MAGIC_BITS
-    y0 = y1.to(tl.int32, bitcast=True) - MAGIC_BITS
+    floor_x = floor_plus_magic(px, INTERPRET)
+    floor_y = floor_plus_magic(py, INTERPRET)
+    x0 = floor_x.to(tl.int32, bitcast=True) - MAGIC_BITS
+    y0 = floor_y.to(tl.int32, bitcast=True) - MAGIC_BITS
     up, down = _index(y0, h), _index(y0 + 1, h) & (py > -1)
     left, right = _index(x0, w), _index(x0 + 1, w) & (px > -1)
     row = start + y0.to(ROW) * w + x0
-    return row, (px - (x1 - MAGIC)).to(ACC), (py - (y1 - MAGIC)).to(ACC), up, down, left, right
+    fx, fy = (px - (floor_x - MAGIC)).to(ACC), (py - (floor_y - MAGIC)).to(ACC)
+    return row, fx, fy, up, down, left, right
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def query_tile(
     bg = math.gcd(groups, rows, max(1, 256 // (bd * dtype.itemsize)))
     bq = min(rows // bg, triton.next_power_of_2(queries))
     unrolled = max(i for i in range(1, 5) if points % i == 0)
-    tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "SHARE": 0, "num_warps": 4}
+    tile = {"BQ": bq, "BG": bg, "BD": bd, "BP": unrolled, "num_warps": 4}
     registers = {4: 72, 2: 96}.get(dtype.itemsize)
     return tile if registers is None else {**tile, "maxnreg": registers}
 
@@ -44,7 +44,8 @@ def query_tile(
 def shared(tile: dict[str, int], value: Tensor, loc: Tensor, weight: Tensor, policy: Policy) -> int:
     """Samples of a query whose corners its lanes find for each other; 0 if each finds its own.
 
-    Shuffles join lanes of one warp, which load a pixel's channels, 16 bytes each, all of them.
+    Of positions in pairs. Shuffles join lanes of one warp, which load all of a pixel's channels, 16
+    bytes each.
     """
     points, samples = loc.shape[4], loc.shape[3] * loc.shape[4]
     lanes = triton.cdiv(tile["BD"] * value.element_size(), 16)
@@ -110,9 +111,14 @@ def early(device: torch.device) -> bool:
 
 def batch_parts(batch: int, size: int, samples: int, pixels: int) -> int:
     """Parts of a batch whose gradients, of `size` bytes in all, are computed one after another: if
-    samples are few, so many that a part stays in the cache between clearing and adding.
+    samples are few, so many that a part stays in the cache between clearing and adding, or all but
+    an eighth of it.
     """
-    return min(batch, triton.cdiv(size, CACHED)) if _sparse(size, samples, pixels) else 1
+    if not _sparse(size, samples, pixels):
+        return 1
+    longest = max(1, batch * (CACHED + CACHED // 8) // size)
+    parts: int = max(triton.cdiv(size, CACHED), triton.cdiv(batch, longest))
+    return min(batch, parts)
 
 
 def _sparse(size: int, samples: int, pixels: int) -> bool:
