@@ -450,12 +450,16 @@ def test_runs_on_the_current_stream(layer):
 
 
 @gpu_only
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_runs_on_the_device_of_its_tensors():
-    tensors, steps, _ = operands(F32, "cuda:1")
+    """Not the current one, if there is another."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    tensors, steps, _ = operands(F32, device)
     out = forward.deform_conv(*tensors, *steps)
-    assert out.device == torch.device("cuda:1")
+    grads = backward.deform_conv_backward(out, *tensors, *steps, [True] * 5)
+    expected = reference.deform_conv_backward(out.double(), *exactly(tensors), *steps, [True] * 5)
+    assert {x.device for x in (out, *grads)} == {device}
     assert_close([out], [reference.deform_conv(*exactly(tensors), *steps)], F32)
+    assert_close(grads, expected, F32)
 
 
 @gpu_only
