@@ -163,21 +163,25 @@ def _times(
     return forward, both - forward
 
 
-def device_time(step: Callable[[], Any], repeats: int = 5, replays: int = 9) -> float:
-    """Microseconds of one step, by replaying a graph of several."""
+def device_time(step: Callable[[], Any]) -> float:
+    """Microseconds of one step, of so many in a graph that its own start counts little."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
+    return _replayed(step, min(max(5, int(1000 / _replayed(step, 1))), 50))
+
+
+def _replayed(step: Callable[[], Any], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             step()
     graph.replay()
     times = []
-    for _ in range(replays):
+    for _ in range(9):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()

@@ -40,9 +40,12 @@ def tap(
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Where tap `k` of the positions `q` reads its image, by taps.bilinear, and its modulation."""
+    # Programs come back to the lines of offsets with every block of channels, and to the weights.
     at = offset + (2 * (g * K + k)).to(ROW) * o_c + q.to(ROW) * o_q
-    y = (q // WO * SH - PH + k // KW * DH).to(POS) + tl.load(at).to(POS)
-    x = (q % WO * SW - PW + k % KW * DW).to(POS) + tl.load(at + o_c).to(POS)
+    down = tl.load(at, eviction_policy="evict_last").to(POS)
+    across = tl.load(at + o_c, eviction_policy="evict_last").to(POS)
+    y = (q // WO * SH - PH + k // KW * DH).to(POS) + down
+    x = (q % WO * SW - PW + k % KW * DW).to(POS) + across
     row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
         x, y, H.to(ROW), W.to(ROW), 0, 0, live, False, False, True, ROW, ACC, INTERPRET
     )
@@ -50,7 +53,8 @@ def tap(
     fx = tl.where(counts, fx, 0)
     fy = tl.where(counts, fy, 0)
     if MODULATED:
-        a = tl.load(modulation + (g * K + k).to(ROW) * a_c + q.to(ROW) * a_q).to(ACC)
+        at = modulation + (g * K + k).to(ROW) * a_c + q.to(ROW) * a_q
+        a = tl.load(at, eviction_policy="evict_last").to(ACC)
     else:
         a = tl.full(fx.shape, 1, ACC)
     return row, fx, fy, m00, m01, m10, m11, a
@@ -62,11 +66,11 @@ def load_corners(
 ):  # fmt: skip
     """The corners [positions, channels], as they are stored."""
     at = input + (row * C)[:, None] + c[None, :]
-    v00 = tl.load(at, mask=sides(m00, counts, EVEN), other=0)
-    v01 = tl.load(at + C, mask=sides(m01, counts, EVEN), other=0)
+    v00 = tl.load(at, mask=tile_mask(m00, counts, EVEN), other=0)
+    v01 = tl.load(at + C, mask=tile_mask(m01, counts, EVEN), other=0)
     at += W.to(row.dtype) * C
-    v10 = tl.load(at, mask=sides(m10, counts, EVEN), other=0)
-    v11 = tl.load(at + C, mask=sides(m11, counts, EVEN), other=0)
+    v10 = tl.load(at, mask=tile_mask(m10, counts, EVEN), other=0)
+    v11 = tl.load(at + C, mask=tile_mask(m11, counts, EVEN), other=0)
     return v00, v01, v10, v11
 
 
@@ -78,7 +82,7 @@ def blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC: tl.constexpr):
 
 
 @triton.jit
-def sides(rows, columns, EVEN: tl.constexpr):
+def tile_mask(rows, columns, EVEN: tl.constexpr):
     """The mask of a tile; its columns need none where blocks are EVEN."""
     if EVEN:
         return rows[:, None]
@@ -124,7 +128,8 @@ def _filters(
     """The weights [channels, output channels] of step `i`; `weight` is a column of addresses."""
     k, run, c = _step(i, RUN, BK, K)
     at = weight + (k * CG + run + c)[None, :]
-    return tl.trans(tl.load(at, mask=counts[:, None] & (c < RUN)[None, :], other=0))
+    both = counts[:, None] & (c < RUN)[None, :]
+    return tl.trans(tl.load(at, mask=both, other=0, eviction_policy="evict_last"))
 
 
 @triton.jit
@@ -149,7 +154,7 @@ def _store(
         at = out + n * Q * CO + (q.to(ROW) * CO)[:, None] + co[None, :]
     else:
         at = out + n * Q * CO + q[:, None] + (co.to(ROW) * Q)[None, :]
-    tl.store(at, acc, mask=sides(live, counts, EVEN))
+    tl.store(at, acc, mask=tile_mask(live, counts, EVEN))
 
 
 @triton.jit(do_not_specialize=["N", "Q_UNITS", "H", "W", "WO", "o_n", "a_n"])
@@ -225,7 +230,7 @@ def merge(
     acc = tl.zeros([BM, BN], ACC)
     for part in range(SPLITS):
         at = parts + (part * N + n) * Q * CO + (q.to(ROW) * CO)[:, None] + co[None, :]
-        acc += tl.load(at, mask=sides(live, counts, CO % BN == 0), other=0)
+        acc += tl.load(at, mask=tile_mask(live, counts, CO % BN == 0), other=0)
     _store(out, bias, acc, n, q, co, live, counts, Q, CO, BIAS, LAST, CO % BN == 0, ROW)
 
 
@@ -255,7 +260,7 @@ def resample(
     )
     at = _in_columns(out, n, c, line, j, C, LINES, W_UNITS * W_ALIGN, ROW)
     sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC)
-    tl.store(at, sample, mask=sides(live, counts, CD % BC == 0))
+    tl.store(at, sample, mask=tile_mask(live, counts, CD % BC == 0))
 
 
 @triton.jit(do_not_specialize=["LINES", "W_UNITS", "WO", "first", "part", "image", "top", "lines"])
@@ -272,7 +277,7 @@ def unfold(
     q += top // (K // KW) * WO - first
     live = live & (q >= 0) & (q < part)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    both = sides(live, c < C, C % BC == 0)
+    both = tile_mask(live, c < C, C % BC == 0)
     at = _in_columns(grad, image + n, c, line + top, j, C, LINES, W_UNITS * W_ALIGN, ROW)
     to = columns + (((n * part + q) * K + k) * C)[:, None] + c[None, :]
     tl.store(to, tl.load(at, mask=both, other=0), mask=both)

@@ -32,8 +32,8 @@ from .convolution import (
     last_format,
     load_corners,
     multiply,
-    sides,
     tap,
+    tile_mask,
     to_channels_last,
 )
 from .launch import Launch, _device_of, remembered
@@ -169,7 +169,7 @@ def collect(
             corner = tl.where(up, 2, 0) + tl.where(left, 1, 0)
             a = tl.load(coefficients + at.to(tl.int64) * 4 + corner, mask=live, other=0)
             come = columns[None, :] + (row.to(ROW) * CG)[:, None]
-            come = tl.load(come, mask=sides(live, counts, CD % BC == 0), other=0).to(ACC)
+            come = tl.load(come, mask=tile_mask(live, counts, CD % BC == 0), other=0).to(ACC)
             acc += come * a[:, None]
         out = tl.sum(acc, 0)
         to = grad + pixel.to(tl.int64) * C + c
@@ -224,7 +224,7 @@ def differentiate(
         start = g * CD + b // BLOCKS * RUN  # of the run
         group = start // CG
         c += start
-        both = sides(live, counts, RUN % BC == 0)
+        both = tile_mask(live, counts, RUN % BC == 0)
         at = (group.to(ROW) * rows * (K * CG) + line * CG)[:, None] + (c - group * CG)[None, :]
         v00, v01, v10, v11 = load_corners(
             input + n * H * W * C, row, c, m00, m01, m10, m11, counts, W, C, RUN % BC == 0
@@ -274,13 +274,13 @@ def product(
     for first in range(0, COG, BK):
         c = first + tl.arange(0, BK)
         at = grad + g * COG + line * CO + c[None, :]
-        come = tl.load(at, mask=sides(m < rows, c < COG, EVEN), other=0)
+        come = tl.load(at, mask=tile_mask(m < rows, c < COG, EVEN), other=0)
         at = filters + (g * COG + c)[:, None] * N + n[None, :]
         counts = (n < N)[None, :]
         weights = tl.load(at, mask=counts if EVEN else (c < COG)[:, None] & counts, other=0)
         acc = multiply(come, weights, acc, PRECISION, ACC, INTERPRET)
     at = columns + (g * rows + line) * N + n[None, :]
-    tl.store(at, acc, mask=sides(m < rows, n < N, N % BN == 0))
+    tl.store(at, acc, mask=tile_mask(m < rows, n < N, N % BN == 0))
 
 
 @triton.jit(do_not_specialize=["parts", "rows", "Q", "H", "W", "WO", "o_n", "a_n"])

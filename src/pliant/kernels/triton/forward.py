@@ -26,7 +26,8 @@ def by_query(
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
     ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     BQ: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-    SHARE: tl.constexpr, PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr, EARLY: tl.constexpr,
+    SHARE: tl.constexpr, CACHE: tl.constexpr, PAIR: tl.constexpr, WEIGHT_PAIR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     blocks = tl.cdiv(Q, BQ)
@@ -54,7 +55,7 @@ def by_query(
             for first in range(0, V * P, SHARE):
                 acc = _add_shared(
                     acc, value + column, x, y, a, shapes, starts, first, first + lanes, S,
-                    v_s, V, P, UNIT, ROW, ACC, INTERPRET, BQ * BG, SHARE,
+                    v_s, V, P, UNIT, ROW, ACC, INTERPRET, BQ * BG, SHARE, CACHE,
                 )  # fmt: skip
                 x, y, a = _load_samples(loc, weight, first + SHARE + lanes, V * P, POS, ACC)
         else:
@@ -148,7 +149,7 @@ def _add_shared(
     acc, value, x, y, a, shapes, starts, first, j, S,
     v_s: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     UNIT: tl.constexpr, ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    ROWS: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, SHARE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """`acc` [queries, channels] plus each query's samples from `first` on, SHARE of them.
 
@@ -168,11 +169,11 @@ def _add_shared(
         offset = _lane(packed, i, ROWS)
         bits = offset.to(tl.int32)
         at = value + tl.multiple_of(offset & -16, (16, 16))
-        v00 = tl.load(at, mask=bits & (1 + 4) == 0, other=0).to(ACC)
-        v01 = tl.load(at + v_s, mask=bits & (1 + 8) == 0, other=0).to(ACC)
+        v00 = tl.load(at, mask=bits & (1 + 4) == 0, other=0, eviction_policy=CACHE).to(ACC)
+        v01 = tl.load(at + v_s, mask=bits & (1 + 8) == 0, other=0, eviction_policy=CACHE).to(ACC)
         at += width * v_s
-        v10 = tl.load(at, mask=bits & (2 + 4) == 0, other=0).to(ACC)
-        v11 = tl.load(at + v_s, mask=bits & (2 + 8) == 0, other=0).to(ACC)
+        v10 = tl.load(at, mask=bits & (2 + 4) == 0, other=0, eviction_policy=CACHE).to(ACC)
+        v11 = tl.load(at + v_s, mask=bits & (2 + 8) == 0, other=0, eviction_policy=CACHE).to(ACC)
         acc += v00 * _lane(c00, i, ROWS)
         acc += v01 * _lane(c01, i, ROWS)
         acc += v10 * _lane(c10, i, ROWS)

@@ -121,6 +121,7 @@ def _launch(
             (q, s, *strides),
             **_inner("v", value, "n s g - d"), **_inner("w", weight, "n q g v p r -"),
             **constants, **tile, G=g, SHARE=share,
+            CACHE=tuning.cache_hint(s, q * views * points),
             WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
         )  # fmt: skip
     tile = tuning.point_tile(k * d, points)

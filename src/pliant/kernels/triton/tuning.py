@@ -58,6 +58,13 @@ def shared(tile: dict[str, int], value: Tensor, loc: Tensor, weight: Tensor, pol
     return share if share >= 4 and simple and beside and whole and aligned and fits else 0
 
 
+def cache_hint(pixels: int, samples: int) -> str:
+    """Triton's hint to a multiprocessor's own cache: features give way to positions, of which a
+    line is read several times, where samples are too few to share pixels.
+    """
+    return "evict_first" if samples < 2 * pixels else ""
+
+
 def point_tile(channels: int, points: int) -> dict[str, int]:
     """Points and channels of a tile."""
     bp, bc = min(triton.next_power_of_2(points), 8), min(triton.next_power_of_2(channels), 64)
