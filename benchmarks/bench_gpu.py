@@ -171,7 +171,7 @@ def device_time(step: Callable[[], Any]) -> float:
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
-    return _replayed(step, min(max(5, int(1000 / _replayed(step, 1))), 50))
+    return _replayed(step, min(max(5, int(5000 / _replayed(step, 1))), 50))
 
 
 def _replayed(step: Callable[[], Any], repeats: int) -> float:
