@@ -4,7 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pliant
 from pliant import cli, demo, info
-from pliant.compat import mx_driving
+from pliant.compat import ascend, mx_driving
 from pliant.sampling import direct, ops
 
 ATTENTION = ["demo", "--device", "cpu", "--operator", "attention"]
@@ -220,6 +220,14 @@ def test_demo_on_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) 
 # pliant run
 
 
+@pytest.fixture
+def _uninstalled() -> Iterator[None]:
+    """The command leaves the names in place for the rest of its process, which here goes on."""
+    yield
+    ascend.uninstall()
+
+
+@pytest.mark.usefixtures("_uninstalled")
 def test_run_passes_arguments_and_answers_to_the_vendors_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,9 +238,23 @@ def test_run_passes_arguments_and_answers_to_the_vendors_names(
     )
     assert cli.main(["run", str(script), "--", "--epochs", "3"]) == 0
     assert capsys.readouterr().out == "['--', '--epochs', '3'] __main__ pliant\n"
-    assert "mx_driving" not in sys.modules
 
 
+def test_run_serves_threads_and_exit_handlers_that_outlive_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, threading, torch, torch_npu\n"
+        "def say(what): print(what, torch.ones(2, device='npu').npu().sum().item())\n"
+        "def late(): threading.main_thread().join(); say('thread')\n"
+        "threading.Thread(target=late).start()\n"
+        "atexit.register(say, 'exit')\n"
+    )
+    command = [sys.executable, "-m", "pliant", "run", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "thread 2.0\nexit 2.0\n", "")
+
+
+@pytest.mark.usefixtures("_uninstalled")
 def test_run_ends_as_the_script_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(3)")

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -399,6 +399,47 @@ def test_apply_is_the_function(
     assert old.apply is function
     tensors = make()
     assert_same(with_gradients(old.apply, *tensors), with_gradients(function, *tensors))
+
+
+def deformable(x: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
+    return mx_driving.DeformConv2dFunction.apply(x, offset, weight, (2, 1), (1, 0), (2, 1), 2, 3)
+
+
+def deformable_with_bias(x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    steps = (2, 1), (1, 0), (2, 1)
+    return mx_driving.DeformConv2dFunction.apply(x, offset, weight, *steps, 2, 3, bias)
+
+
+def modulated(x: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    steps = (2, 1), (1, 0), (2, 1)
+    return mx_driving.ModulatedDeformConv2dFunction.apply(
+        x, offset, mask, weight, bias, *steps, 2, 3
+    )
+
+
+COMPILED = {
+    **{
+        name: (lambda *tensors, old=old: old.apply(*tensors), make())
+        for name, (old, _, make) in BY_HAND.items()
+    },
+    "DeformConv2dFunction": (deformable, [convolution()[i] for i in (0, 1, 3)]),
+    "DeformConv2dFunction-bias": (deformable_with_bias, [convolution()[i] for i in (0, 1, 3, 4)]),
+    "ModulatedDeformConv2dFunction": (modulated, convolution()),
+}
+
+
+@pytest.mark.parametrize(("function", "tensors"), COMPILED.values(), ids=COMPILED)
+def test_apply_compiles_in_one_graph_forward_and_backward(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor]
+) -> None:
+    """A compiler traces the class's own `forward` and `backward`."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *args: function(*args), fullgraph=True, backend="aot_eager")
+    got, expected = with_gradients(compiled, *tensors), with_gradients(function, *tensors)
+    assert [g is None for g in got] == [e is None for e in expected]
+    for g, e in zip(got, expected, strict=True):
+        if e is not None:
+            torch.testing.assert_close(g, e)
 
 
 def test_forward_and_backward_serve_another_function() -> None:

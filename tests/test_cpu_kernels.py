@@ -231,6 +231,19 @@ def test_any_layout_gives_the_bits_of_the_contiguous_one(layout, dtype, policy):
         assert one.stride() == torch.empty_like(x).stride()
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_features_whose_rows_overlap(axis, policy):
+    """A sliding window over one signal, along batch, rows or groups: the gradient of such features
+    has their channels nowhere side by side."""
+    operands = problem(policy, k=1)
+    size = operands[0].shape
+    strides = [7 * size[1] * size[2], 7 * size[2], 7, 0, 1]
+    strides[axis] = 1
+    signal = torch.randn(sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + 1)
+    operands[0] = signal.as_strided(size, strides)
+    agree(operands, policy)
+
+
 def test_expanded_operands_and_gradient(policy):
     operands = problem(policy, n=1, g=1)
     wide = [operands[0].expand(3, -1, 4, -1, -1), *operands[1:3]]
@@ -424,6 +437,23 @@ def test_sides_past_the_limit_are_refused():
     operands[1] = torch.tensor([[[1, 2**30 + 1]]])
     with pytest.raises(NotImplementedError, match=r"at most 2\*\*30"):
         cpu.sample_sum(*operands, POLICIES[0])
+
+
+@pytest.mark.parametrize("side", [2**30 + 1, 2**31 - 1, 2**40])
+def test_sides_of_an_empty_map_have_no_limit(side, policy):
+    """Beside another map, and as if it were not there."""
+    operands = problem(policy, n=1, g=1, k=1, v=1, r=2)
+    operands[:3] = [
+        torch.randn(1, 30, 1, 1, 5),
+        torch.tensor([[[5, 6], [0, side]]]),
+        torch.zeros(1, 2, dtype=torch.int64),
+    ]
+    small = [*operands[:1], torch.tensor([[[5, 6], [0, 0]]]), *operands[2:]]
+    out = cpu.sample_sum(*operands, policy)
+    assert torch.equal(out, cpu.sample_sum(*small, policy))
+    grads = cpu.sample_sum_backward(out, *operands, policy, NEEDS)
+    for a, b in zip(grads, cpu.sample_sum_backward(out, *small, policy, NEEDS), strict=True):
+        assert torch.equal(a, b)
 
 
 OUTSIDE = [

@@ -262,6 +262,11 @@ CASES = {
         ValueError,
         f"{CONV}: padding must be at least 0, got (1, -1)",
     ),
+    "conv-padding-large": (
+        convolution(padding=2**63),
+        ValueError,
+        f"{CONV}: padding must be below 2**29, got {2**63}",
+    ),
     "conv-dilation": (
         convolution(dilation=1.5),
         TypeError,

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,24 @@ def test_vmap_over_metadata(impl: str) -> None:
     got = torch.vmap(lambda s: function(value, s, starts, locations, weights, impl=impl))(shapes)
     for one, s in zip(got, shapes, strict=True):
         torch.testing.assert_close(one, function(value, s, starts, locations, weights, impl=impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_vmap_over_nothing(impl: str) -> None:
+    value, locations, weights = tensors()
+    shapes = torch.tensor([(4, 4), (2, 2)])
+    none = [x.new_empty(0, *x.shape).requires_grad_() for x in (value, locations, weights)]
+
+    def function(s: Any, *args: Any) -> Any:
+        return pliant.multi_scale_deformable_attn(args[0], s, None, *args[1:], impl=impl)
+
+    size = function(shapes, value, locations, weights).shape
+    out = torch.vmap(function, (None, 0, 0, 0))(shapes, *none)
+    assert out.shape == (0, *size)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), none)] == [x.shape for x in none]
+    maps = shapes.new_empty(0, *shapes.shape)
+    out = torch.vmap(function, (0, None, None, None))(maps, value, locations, weights)
+    assert out.shape == (0, *size)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -339,3 +358,13 @@ def test_starts_of_maps_too_large_for_32_bits(dtype: torch.dtype) -> None:
         )
 
     assert make_fx(attention)(shapes)(shapes).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_cameras_as_a_list(impl: str) -> None:
+    """An empty list says nothing of the scales: the weights do."""
+    features, locations = torch.rand(1, 0, 4), torch.rand(1, 2, 3, 0, 2)
+    weights = torch.rand(1, 2, 3, 0, 3, 2)
+    for shapes, starts in (([], None), ([], []), (torch.zeros(0, 3, 2, dtype=torch.int64), None)):
+        out = pliant.deformable_aggregation(features, shapes, starts, locations, weights, impl=impl)
+        assert torch.equal(out, torch.zeros(1, 2, 4))

@@ -103,5 +103,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.script.is_file():
         print(f"pliant run: {arguments.script} is not a file", file=sys.stderr)
         return 2
+    ascend.install()  # for good: threads and exit handlers may outlive the script's last line
     ascend.run_script(arguments.script, arguments.arguments)
     return 0

@@ -189,7 +189,8 @@ class _DeviceStrings(overrides.TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         spelled = any(map(_is_npu, args)) or any(map(_is_npu, kwargs.values()))
-        if not spelled or func is torch.einsum:  # einsum: an equation may read "npu"
+        # einsum: an equation may read "npu". Another thread's uninstall leaves this one's mode.
+        if not spelled or func is torch.einsum or _installed is None:
             return func(*args, **kwargs)
         result = func(*map(_translated, args), **{k: _translated(v) for k, v in kwargs.items()})
         # torch.device("npu", 0) is the CPU without an index, as the device of its tensors says

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..sampling import checks
+from ..functional.convolution import IntPair
+from ..sampling import checks, ops
+from ..sampling.layout import Layout
 
 R = TypeVar("R")
 
@@ -85,3 +87,41 @@ def gradients(
     for i, grad in zip(wanted, found, strict=True):
         grads[i] = grad
     return tuple(grads)
+
+
+# A compiler that traces such a `backward` cannot differentiate inside it: it gets the operator.
+
+
+def sum_gradients(
+    function: Callable[..., torch.Tensor],
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    grad_output: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """The `gradients` of a weighted sum."""
+    if not torch.compiler.is_compiling():
+        return gradients(function, tensors, grad_output)
+    value, shapes, starts, loc, weight = tensors
+    views = layout.views(value, shapes.to(value.device), starts.to(value.device), loc, weight)
+    grad = grad_output.unflatten(2, views[0].shape[2:])
+    moves = layout.policy.interpolation != "nearest"
+    grads = ops.sample_sum.backward(grad, *views, *layout.policy, "", [True, moves, True])
+    by_value, by_loc, by_weight = layout.undo(*grads)
+    return by_value, None, None, by_loc if moves else None, by_weight
+
+
+def convolution_gradients(
+    function: Callable[..., torch.Tensor],
+    steps: Sequence[IntPair],
+    tensors: Sequence[torch.Tensor | None],
+    grad_output: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """The `gradients` of a convolution of input, offset, mask, weight and bias."""
+    if not torch.compiler.is_compiling():
+        return gradients(function, tensors, grad_output)
+    dtype = grad_output.dtype  # autocast's, where that was on
+    operands = [x if x is None or i in (1, 2) else x.to(dtype) for i, x in enumerate(tensors)]
+    pairs = [checks.pair("deform_conv2d", "steps", step, 0) for step in steps]
+    needs = [x is not None for x in tensors]
+    grads = ops.deform_conv.backward(grad_output, *operands, *pairs, "", needs)
+    return tuple(None if x is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True))

@@ -111,6 +111,8 @@ def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
         raise TypeError(f"{op}: {name} must be an int or two ints (height, width), got {x!r}")
     if any(v < least for v in both):
         raise ValueError(f"{op}: {name} must be at least {least}, got {x!r}")
+    if any(v >= 2**29 for v in both):  # so that positions are integers of 32 bits
+        raise ValueError(f"{op}: {name} must be below 2**29, got {x!r}")
     return both
 
 

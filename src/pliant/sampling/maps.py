@@ -50,11 +50,10 @@ def resolve(
 
     `expected` are the sizes of `names.axes`.
     """
-    rank = len(expected)
-    read = _host(names.op, names.shapes, shapes, rank + 1, tracing)
+    read = _host(names.op, names.shapes, shapes, (*expected, 2), tracing)
     read_starts: Read = (None, None)
     if starts is not None:
-        read_starts = _host(names.op, names.starts, starts, rank, tracing)
+        read_starts = _host(names.op, names.starts, starts, expected, tracing)
     if read[0] is not None and (starts is None or read_starts[0] is not None):
         device = value.device
         on_host = (names, expected, read, read_starts, value.shape[1], device)
@@ -107,8 +106,10 @@ def _check_given(
     _check_counts(names, expected, shapes)
 
 
-def _host(op: str, name: str, x: Metadata, rank: int, tracing: bool) -> Read:
-    """The integers of `x`, flat (None if reading them would wait for a device), and its shape."""
+def _host(op: str, name: str, x: Metadata, expected: tuple[int, ...], tracing: bool) -> Read:
+    """The integers of `x`, flat (None if reading them would wait for a device), and its shape: as
+    `expected` where an empty list does not say.
+    """
     if isinstance(x, Tensor):
         if x.layout is not torch.strided:
             raise TypeError(f"{op}: {name} must be a dense tensor, got {x.layout}")
@@ -123,10 +124,10 @@ def _host(op: str, name: str, x: Metadata, rank: int, tracing: bool) -> Read:
             rows = list(chain(*rows))
         return tuple(rows), x.shape
     flat, size = x, [len(x)] if isinstance(x, (list, tuple)) else []
-    for _ in range(rank - 1):
+    for axis in expected[1:]:
         if not size or not all(isinstance(row, (list, tuple)) for row in flat):
             break
-        size.append(len(flat[0]) if flat else 2)
+        size.append(len(flat[0]) if flat else axis)
         if any(len(row) != size[-1] for row in flat):
             raise ValueError(f"{op}: {name} must have rows of one length, got {x!r}")
         flat = [v for row in flat for v in row]

@@ -406,7 +406,10 @@ def _vmap(
     """
     dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, dims, strict=True)]
     pairs = list(enumerate(zip(args, dims, strict=True)))
-    if fold:
+    if size == 0:  # nothing to compute: an item of zeros shows the shapes
+        zeros = (a if d is None else a.sum(d, dtype=a.dtype) for _, (a, d) in pairs)
+        split = [x.unsqueeze(0)[:0] for x in _several(function.apply(*zeros))]
+    elif fold:
         out = function.apply(*(a if i in shared else _join(a, d, size) for i, (a, d) in pairs))
         split = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in _several(out)]
     else:

@@ -101,6 +101,8 @@ def sample_sum_backward(
     """Gradients of value, loc and weight for the gradient `grad` [N, Q, G, K, D] of the output."""
     originals = value, loc, weight
     value, loc, weight = _readable(value, loc, weight)
+    if needs[0] and value.shape[4] != 1 and torch.empty_like(value, device="meta").stride(4) != 1:
+        value = value.contiguous()  # rows that overlap: their gradient would not have such rows
     operands = (grad.to(value.dtype), value, shapes, starts, loc, weight)
     strides = tuple(torch.empty_like(x, device="meta").stride() for x in (value, loc, weight))
     grads = _backward(*operands, policy, needs, strides)(*operands)

@@ -7,7 +7,7 @@ import torch
 import pliant
 
 from ....functional.convolution import IntPair
-from ...spelling import check_groups, gradients
+from ...spelling import check_groups, convolution_gradients
 
 
 def deform_conv2d(
@@ -58,10 +58,15 @@ class DeformConv2dFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        settings = ctx.stride, ctx.padding, ctx.dilation, ctx.groups, ctx.deformable_groups
-        *grads, grad_bias = gradients(
-            lambda x, offset, weight, bias: deform_conv2d(x, offset, weight, *settings, bias),
-            ctx.saved_tensors,
+        steps, groups = (ctx.stride, ctx.padding, ctx.dilation), (ctx.groups, ctx.deformable_groups)
+        x, offset, weight, bias = ctx.saved_tensors
+        grad_x, grad_offset, _, grad_weight, grad_bias = convolution_gradients(
+            lambda x, offset, _, weight, bias: deform_conv2d(
+                x, offset, weight, *steps, *groups, bias
+            ),
+            steps,
+            (x, offset, None, weight, bias),
             grad_output,
         )
-        return (*grads, None, None, None, None, None, grad_bias, None)
+        none = (None,) * 5
+        return grad_x, grad_offset, grad_weight, *none, grad_bias, None

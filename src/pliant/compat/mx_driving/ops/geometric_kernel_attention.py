@@ -6,7 +6,8 @@ import torch
 
 import pliant
 
-from ...spelling import also_spelled, gradients
+from ....functional.geometric import LAYOUT
+from ...spelling import also_spelled, sum_gradients
 
 
 @also_spelled(attn_weights="attention_weights")
@@ -43,4 +44,4 @@ class GeometricKernelAttentionFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradients(geometric_kernel_attention, ctx.saved_tensors, grad_output)
+        return sum_gradients(geometric_kernel_attention, LAYOUT, ctx.saved_tensors, grad_output)

@@ -7,7 +7,7 @@ import torch
 import pliant
 
 from ....functional.convolution import IntPair
-from ...spelling import check_groups, gradients
+from ...spelling import check_groups, convolution_gradients
 
 
 def modulated_deform_conv2d(
@@ -55,11 +55,12 @@ class ModulatedDeformConv2dFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        settings = ctx.stride, ctx.padding, ctx.dilation, ctx.groups, ctx.deformable_groups
-        grads = gradients(
+        steps, groups = (ctx.stride, ctx.padding, ctx.dilation), (ctx.groups, ctx.deformable_groups)
+        grads = convolution_gradients(
             lambda x, offset, mask, weight, bias: modulated_deform_conv2d(
-                x, offset, mask, weight, bias, *settings
+                x, offset, mask, weight, bias, *steps, *groups
             ),
+            steps,
             ctx.saved_tensors,
             grad_output,
         )

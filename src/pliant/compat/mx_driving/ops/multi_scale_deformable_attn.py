@@ -7,7 +7,8 @@ import torch
 
 import pliant
 
-from ...spelling import also_spelled, gradients
+from ....functional.attention import LAYOUT
+from ...spelling import also_spelled, sum_gradients
 from . import refuse_empty
 
 
@@ -88,4 +89,4 @@ class MultiScaleDeformableAttnFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradients(multi_scale_deformable_attn, ctx.saved_tensors, grad_output)
+        return sum_gradients(multi_scale_deformable_attn, LAYOUT, ctx.saved_tensors, grad_output)

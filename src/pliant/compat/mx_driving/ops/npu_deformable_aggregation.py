@@ -6,7 +6,8 @@ import torch
 
 import pliant
 
-from ...spelling import also_spelled, gradients
+from ....functional.aggregation import LAYOUT
+from ...spelling import also_spelled, sum_gradients
 from . import refuse_empty
 
 
@@ -48,4 +49,4 @@ class AdsDeformableAggregation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradients(deformable_aggregation, ctx.saved_tensors, grad_output)
+        return sum_gradients(deformable_aggregation, LAYOUT, ctx.saved_tensors, grad_output)

@@ -145,8 +145,9 @@ int64_t read_maps(const SumCall& c, Map* maps) {
       const int64_t start = index_at(c.starts, c.starts_bytes, v * c.starts_v + r * c.starts_r);
       if (height < 0 || width < 0 || start < 0 || start > c.S) return BAD_MAP | number;
       if (height > 0 && width > (c.S - start) / height) return BAD_MAP | number;
-      if (height > MAX_SIDE || width > MAX_SIDE) return MAP_TOO_LARGE | number;
-      maps[v * c.R + r] = {start, static_cast<int32_t>(height), static_cast<int32_t>(width)};
+      const bool empty = height == 0 || width == 0;
+      if (!empty && (height > MAX_SIDE || width > MAX_SIDE)) return MAP_TOO_LARGE | number;
+      maps[v * c.R + r] = empty ? Map{start, 0, 0} : Map{start, static_cast<int32_t>(height), static_cast<int32_t>(width)};
     }
   return OK;
 }
