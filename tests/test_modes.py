@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import pliant
 from pliant import testing
-from pliant.sampling import direct, maps
+from pliant.sampling import checks, direct, maps
 
 LEVELS = [(4, 4), (2, 2)]
 IMPLS = [impl for impl in testing.impls("cpu") if impl != "triton"]
@@ -181,6 +181,9 @@ def test_a_registered_operator_takes_only_what_fits_together(impl: str) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^sample_sum: .* must .* got"):
             operator.sample_sum(*args[:i], worse, *args[i + 1 :], impl)
+    for i, name in ((1, "shapes"), (2, "starts")):  # a CPU kernel cannot read a GPU's memory
+        with pytest.raises(ValueError, match=rf"^sample_sum: {name} must be on cpu, got meta$"):
+            checks.direct_sum(*args[:i], args[i].to("meta"), *args[i + 1 :], impl)
     with pytest.raises(ValueError, match=r"^sample_sum_backward: grad must be"):
         operator.sample_sum_backward(out[:, :1], *args, impl, [True] * 3)
     with pytest.raises(ValueError, match="impl must be a backend, got 'gpu'"):

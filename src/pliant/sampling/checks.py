@@ -159,6 +159,9 @@ def direct_sum(
     shape(op, "loc", loc.shape, "N Q G V P 2", sizes)
     for name, x in (("shapes", shapes), ("starts", starts)):
         expect(x.dtype in INDEX_DTYPES, f"{op}: {name}", "int32 or int64", x.dtype)
+        places = {"cpu", str(value.device)}
+        where = " or ".join(sorted(places))
+        expect(str(x.device) in places, f"{op}: {name}", f"on {where}", x.device)
     expect(rest[:3] in POLICIES, f"{op}: the policy", "one of POLICIES", rest[:3])
     _direct_operands(op, rest[3], value, loc, weight)
 
