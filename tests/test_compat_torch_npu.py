@@ -10,6 +10,7 @@ import pliant
 from pliant.compat import torch_npu
 from pliant.compat.torch_npu import contrib, npu
 from pliant.compat.torch_npu.contrib.module import DCNv2, ModulatedDeformConv
+from pliant.sampling import ops
 
 SETTINGS = {"stride": [1, 1, 2, 1], "padding": [1, 2, 0, 1], "dilation": [1, 1, 2, 1]}
 GROUPS = {"groups": 2, "deformable_groups": 3}
@@ -73,16 +74,23 @@ def convolve(*args: Any, **change: Any) -> tuple[Tensor, Tensor]:
     ids=["output", "columns", "both"],
 )
 def test_against_the_formula(
-    modulated: bool, with_bias: bool, at_output: float, at_columns: float
+    modulated: bool, with_bias: bool, at_output: float, at_columns: float, device: str
 ) -> None:
     x, weight, offset, bias = tensors(modulated)
     args = (x, weight, offset, bias if with_bias else None)
     wanted = [a for a in args if a is not None]
-    got, expected = convolve(*args, modulated=modulated), formula(*args, modulated)
-    incoming = [torch.randn_like(r) * f for r, f in zip(got, (at_output, at_columns), strict=True)]
+    with ops.record() as calls:  # copies are differentiated, too
+        got = convolve(*(a if a is None else a.to(device) for a in args), modulated=modulated)
+    assert [operator for operator, _ in calls] == ["deform_columns", "deform_conv"]
+    assert device == "cpu" or {backend for _, backend in calls} == {"triton"}
+    expected = formula(*args, modulated)
+    incoming = [
+        torch.randn_like(r) * f for r, f in zip(expected, (at_output, at_columns), strict=True)
+    ]
     for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-12)
-    got_grads = torch.autograd.grad(got, wanted, incoming)
+        assert g.device.type == device
+        torch.testing.assert_close(g.cpu(), e, rtol=1e-12, atol=1e-12)
+    got_grads = torch.autograd.grad(got, wanted, [i.to(device) for i in incoming])
     for g, e in zip(got_grads, torch.autograd.grad(expected, wanted, incoming), strict=True):
         torch.testing.assert_close(g, e, rtol=1e-11, atol=1e-11)
 
@@ -223,6 +231,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"padding": [1, 1, -1, 0]},
         ValueError,
         "padding must be at least 0, got [1, 1, -1, 0]",
+    ),
+    "padding-large": (
+        {"padding": [1, 1, 2**63, 0]},
+        ValueError,
+        f"padding must be below 2**29, got [1, 1, {2**63}, 0]",
     ),
     "kernel-length": (
         {"kernel_size": [3, 2, 1]},

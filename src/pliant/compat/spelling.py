@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..functional.convolution import IntPair
 from ..sampling import checks, ops
 from ..sampling.layout import Layout
 
@@ -67,40 +66,13 @@ def check_groups(
     )
 
 
-def gradients(
-    function: Callable[..., torch.Tensor], args: Sequence[Any], grad_output: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `function(*args)`, one for each argument, None where there is none.
-
-    For the `backward` of an old-style autograd.Function called by hand: such a context holds the
-    inputs and no graph, so the forward runs once more.
-    """
-    leaves = [
-        a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-        for a in args
-    ]
-    with torch.enable_grad():
-        output = function(*leaves)
-    wanted = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) and a.requires_grad]
-    found = torch.autograd.grad(output, [leaves[i] for i in wanted], grad_output, allow_unused=True)
-    grads: list[torch.Tensor | None] = [None] * len(args)
-    for i, grad in zip(wanted, found, strict=True):
-        grads[i] = grad
-    return tuple(grads)
-
-
-# A compiler that traces such a `backward` cannot differentiate inside it: it gets the operator.
+# For the `backward` of an old-style autograd.Function, called by hand or traced by a compiler
 
 
 def sum_gradients(
-    function: Callable[..., torch.Tensor],
-    layout: Layout,
-    tensors: Sequence[torch.Tensor],
-    grad_output: torch.Tensor,
+    layout: Layout, tensors: Sequence[torch.Tensor], grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """The `gradients` of a weighted sum."""
-    if not torch.compiler.is_compiling():
-        return gradients(function, tensors, grad_output)
+    """The gradients of a weighted sum, one for each argument; None for the maps."""
     value, shapes, starts, loc, weight = tensors
     views = layout.views(value, shapes.to(value.device), starts.to(value.device), loc, weight)
     grad = grad_output.unflatten(2, views[0].shape[2:])
@@ -111,17 +83,15 @@ def sum_gradients(
 
 
 def convolution_gradients(
-    function: Callable[..., torch.Tensor],
-    steps: Sequence[IntPair],
-    tensors: Sequence[torch.Tensor | None],
-    grad_output: torch.Tensor,
+    ctx: Any, tensors: Sequence[torch.Tensor | None], grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """The `gradients` of a convolution of input, offset, mask, weight and bias."""
-    if not torch.compiler.is_compiling():
-        return gradients(function, tensors, grad_output)
+    """Those of input, offset, mask, weight and bias; `ctx` holds stride, padding and dilation."""
     dtype = grad_output.dtype  # autocast's, where that was on
     operands = [x if x is None or i in (1, 2) else x.to(dtype) for i, x in enumerate(tensors)]
-    pairs = [checks.pair("deform_conv2d", "steps", step, 0) for step in steps]
+    steps = [
+        checks.pair("deform_conv2d", name, getattr(ctx, name), least)
+        for name, least in (("stride", 1), ("padding", 0), ("dilation", 1))
+    ]
     needs = [x is not None for x in tensors]
-    grads = ops.deform_conv.backward(grad_output, *operands, *pairs, "", needs)
+    grads = ops.deform_conv.backward(grad_output, *operands, *steps, "", needs)
     return tuple(None if x is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True))

@@ -109,11 +109,16 @@ def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
         isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)) for v in both
     ):
         raise TypeError(f"{op}: {name} must be an int or two ints (height, width), got {x!r}")
-    if any(v < least for v in both):
-        raise ValueError(f"{op}: {name} must be at least {least}, got {x!r}")
-    if any(v >= 2**29 for v in both):  # so that positions are integers of 32 bits
-        raise ValueError(f"{op}: {name} must be below 2**29, got {x!r}")
+    bounds(op, name, x, both, least)
     return both
+
+
+def bounds(op: str, name: str, x: Any, values: Sequence[int], least: int) -> None:
+    """Steps `x` of a convolution must leave positions integers of 32 bits."""
+    if any(v < least for v in values):
+        raise ValueError(f"{op}: {name} must be at least {least}, got {x!r}")
+    if any(v >= 2**29 for v in values):
+        raise ValueError(f"{op}: {name} must be below 2**29, got {x!r}")
 
 
 def autocast(device: str) -> bool:
@@ -157,11 +162,11 @@ def direct_sum(
     shape(op, "starts", starts.shape, "V R", sizes)
     shape(op, "weight", weight.shape, "N Q G V P R K", sizes)
     shape(op, "loc", loc.shape, "N Q G V P 2", sizes)
+    places = sorted({"cpu", str(value.device)})
     for name, x in (("shapes", shapes), ("starts", starts)):
         expect(x.dtype in INDEX_DTYPES, f"{op}: {name}", "int32 or int64", x.dtype)
-        places = {"cpu", str(value.device)}
-        where = " or ".join(sorted(places))
-        expect(str(x.device) in places, f"{op}: {name}", f"on {where}", x.device)
+        readable = str(x.device) in places
+        expect(readable, f"{op}: {name}", f"on {' or '.join(places)}", x.device)
     expect(rest[:3] in POLICIES, f"{op}: the policy", "one of POLICIES", rest[:3])
     _direct_operands(op, rest[3], value, loc, weight)
 

@@ -127,8 +127,7 @@ def _four(op: str, name: str, x: Sequence[int], meaning: str, least: int) -> Seq
     )
     if not ints or len(x) != 4:
         raise TypeError(f"{op}: {name} must be four ints {meaning}, got {x!r}")
-    if any(v < least for v in x):
-        raise ValueError(f"{op}: {name} must be at least {least}, got {list(x)}")
+    checks.bounds(op, name, list(x), x, least)
     return x
 
 

@@ -59,8 +59,8 @@ def shared(tile: dict[str, int], value: Tensor, loc: Tensor, weight: Tensor, pol
 
 
 def cache_hint(pixels: int, samples: int) -> str:
-    """Triton's hint to a multiprocessor's own cache: features give way to positions, of which a
-    line is read several times, where samples are too few to share pixels.
+    """Triton's hint to the caches: where samples are too few to share pixels, features give way to
+    positions, of which a line is read several times.
     """
     return "evict_first" if samples < 2 * pixels else ""
 

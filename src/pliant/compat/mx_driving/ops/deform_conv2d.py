@@ -51,22 +51,14 @@ class DeformConv2dFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, offset, weight, bias if isinstance(bias, torch.Tensor) else None)
         ctx.stride, ctx.padding, ctx.dilation = stride, padding, dilation
-        ctx.groups, ctx.deformable_groups = groups, deformable_groups
         return deform_conv2d(
             x, offset, weight, stride, padding, dilation, groups, deformable_groups, bias
         )
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        steps, groups = (ctx.stride, ctx.padding, ctx.dilation), (ctx.groups, ctx.deformable_groups)
         x, offset, weight, bias = ctx.saved_tensors
-        grad_x, grad_offset, _, grad_weight, grad_bias = convolution_gradients(
-            lambda x, offset, _, weight, bias: deform_conv2d(
-                x, offset, weight, *steps, *groups, bias
-            ),
-            steps,
-            (x, offset, None, weight, bias),
-            grad_output,
+        by_x, by_offset, _, by_weight, by_bias = convolution_gradients(
+            ctx, (x, offset, None, weight, bias), grad_output
         )
-        none = (None,) * 5
-        return grad_x, grad_offset, grad_weight, *none, grad_bias, None
+        return by_x, by_offset, by_weight, None, None, None, None, None, by_bias, None

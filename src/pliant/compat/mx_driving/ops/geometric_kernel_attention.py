@@ -44,4 +44,4 @@ class GeometricKernelAttentionFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return sum_gradients(geometric_kernel_attention, LAYOUT, ctx.saved_tensors, grad_output)
+        return sum_gradients(LAYOUT, ctx.saved_tensors, grad_output)

@@ -48,20 +48,11 @@ class ModulatedDeformConv2dFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, offset, mask, weight, bias)
         ctx.stride, ctx.padding, ctx.dilation = stride, padding, dilation
-        ctx.groups, ctx.deformable_groups = groups, deformable_groups
         return modulated_deform_conv2d(
             x, offset, mask, weight, bias, stride, padding, dilation, groups, deformable_groups
         )
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        steps, groups = (ctx.stride, ctx.padding, ctx.dilation), (ctx.groups, ctx.deformable_groups)
-        grads = convolution_gradients(
-            lambda x, offset, mask, weight, bias: modulated_deform_conv2d(
-                x, offset, mask, weight, bias, *steps, *groups
-            ),
-            steps,
-            ctx.saved_tensors,
-            grad_output,
-        )
+        grads = convolution_gradients(ctx, ctx.saved_tensors, grad_output)
         return (*grads, None, None, None, None, None)

@@ -89,4 +89,4 @@ class MultiScaleDeformableAttnFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return sum_gradients(multi_scale_deformable_attn, LAYOUT, ctx.saved_tensors, grad_output)
+        return sum_gradients(LAYOUT, ctx.saved_tensors, grad_output)

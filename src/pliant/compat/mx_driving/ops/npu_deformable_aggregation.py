@@ -49,4 +49,4 @@ class AdsDeformableAggregation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return sum_gradients(deformable_aggregation, LAYOUT, ctx.saved_tensors, grad_output)
+        return sum_gradients(LAYOUT, ctx.saved_tensors, grad_output)
