@@ -113,7 +113,7 @@ def test_any_size(id):
 
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
 def test_wide_rows_use_wide_integers(policy, monkeypatch):
-    monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
+    monkeypatch.setattr(kernels, "_row_type", lambda *x: tl.int64)
     monkeypatch.setattr(launch, "_remembered", {})
     compare(problem(policy), tolerance=3e-6)
 
@@ -121,11 +121,11 @@ def test_wide_rows_use_wide_integers(policy, monkeypatch):
 def test_extents_decide_the_integers():
     near = torch.empty(4, 2**20, 1, 1, 8, device="meta")
     far = torch.empty(1, 2**28, 1, 1, 8, device="meta")
-    assert kernels._row_type(near) == torch.int32
-    assert kernels._row_type(near, far) == torch.int64
+    assert kernels._row_type(near) == tl.int32
+    assert kernels._row_type(near, far) == tl.int64
     # The sum of all offsets fits, but not the width of a map that is one line of all rows.
     line = torch.empty_strided((1, 2**14, 1, 1, 8), (2**31, 2**17, 8, 8, 1), device="meta")
-    assert kernels._row_type(line) == torch.int64
+    assert kernels._row_type(line) == tl.int64
 
 
 def test_pairs_in_every_item_of_a_batch(monkeypatch):
@@ -204,7 +204,7 @@ def test_deterministic_mode_repeats_to_the_bit(policy, monkeypatch, deterministi
 def test_deterministic_mode_of_any_size(id, monkeypatch, deterministic):
     policy, sizes = SIZES.get(id, (ATTENTION, {}))
     if id == "wide":
-        monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
+        monkeypatch.setattr(kernels, "_row_type", lambda *x: tl.int64)
         monkeypatch.setattr(launch, "_remembered", {})
     dtype = {"float64": F64, "float16": F16}.get(id, F32)
     compare(problem(policy, dtype, **sizes), tolerance={F64: 1e-12, F16: 2e-3}.get(dtype, 3e-6))
@@ -238,6 +238,26 @@ def test_a_map_so_wide_that_its_width_times_a_stride_exceeds_32_bits(policy):
     args[1][0, 0] = torch.tensor([4, 2**28], device=DEVICE)
     args[3][:] = torch.tensor([3e-8, 0.05], device=DEVICE)  # between the lines -1 and 0
     compare(args, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["deterministic", "lists"])
+def test_rows_of_a_map_so_wide_that_they_come_round_in_32_bits(lists, monkeypatch):
+    """The pixel below the position is row 2**32 and a few, which nobody stores."""
+    monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(tuning, "by_list", lambda *args: lists)
+    args = problem(ATTENTION, F16 if lists else F32, queries=1, groups=1)
+    args[3] = args[3].float()
+    x, around = torch.tensor(0.8633), int(2**32 / 2.8633)
+    widths = torch.arange(around - 500, around + 500)
+    rows = 2 * widths + (x * widths.float() - 0.5).long() - 2**32
+    width = widths[(rows >= 0) & (rows < 30)][0].item()
+    args[1][0, 0] = torch.tensor([3, width], device=DEVICE)
+    args[3][:] = torch.stack([x, torch.tensor(0.5833)]).to(DEVICE)
+    torch.use_deterministic_algorithms(not lists)
+    try:
+        compare(args, tolerance=2e-3 if lists else 3e-6)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_rows_are_counted_in_64_bits_if_a_gradient_needs_them():
@@ -408,7 +428,7 @@ def test_lists_a_crowd(policy, by_list):
 
 
 def test_lists_in_wide_integers(by_list, monkeypatch):
-    monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
+    monkeypatch.setattr(kernels, "_row_type", lambda *x: tl.int64)
     for policy in (ATTENTION, GEOMETRIC):
         compare(large_problem(policy), tolerance=3e-6)
 
@@ -531,7 +551,7 @@ def test_shared_any_size(groups, channels, points, dtype, shared):
 @pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
 def test_shared_of_strided_tensors(wide, shared, monkeypatch):
     if wide:
-        monkeypatch.setattr(kernels, "_row_type", lambda *x: torch.int64)
+        monkeypatch.setattr(kernels, "_row_type", lambda *x: tl.int64)
     args = problem(ATTENTION, channels=32, points=4, queries=9)
     args[0] = torch.cat([args[0], args[0].flip(0)], 4)[..., 32:].transpose(0, 1)
     args[0] = args[0].contiguous().transpose(0, 1)

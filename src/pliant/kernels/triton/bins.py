@@ -32,7 +32,7 @@ SORTED = 48
 @triton.jit
 def _bin(row, S):
     """The bin of a cell: its row modulo S + 1."""
-    size = S.to(row.dtype) + 1
+    size = S.to(tl.int64) + 1
     return _positive(row % size, size)
 
 
@@ -47,10 +47,11 @@ def tap(
     shapes, starts, loc, n, g, j, live, S, l_n, l_q, l_g, l_v, l_p, l_c,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
-    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Sample `j` of q, v, p, r in pair (n, g): the four, the row of its corner 00, the width of its
-    map, which of the corners 00, 01, 10, 11 are read, and fractions.
+    map, which of the corners 00, 01, 10, 11 are read, and fractions. Rows are 64 bits wide, because
+    those of metadata that lie would come round in 32.
     """
     q = j // (V * P * R)
     v = j // (P * R) % V
@@ -58,9 +59,9 @@ def tap(
     r = j % R
     at = loc + n * l_n + q.to(tl.int64) * l_q + g.to(tl.int64) * l_g + v * l_v + p * l_p
     x, y = taps.load_position(at, l_c, live, False, POS)
-    h, w, start, _ = taps.load_map(shapes, starts, v * R + r, live, S, False, ROW)
+    h, w, start, _ = taps.load_map(shapes, starts, v * R + r, live, S, False, tl.int64)
     if NEAREST:
-        row, m00 = taps.nearest(x, y, h, w, start, S, live, False, ROW)
+        row, m00 = taps.nearest(x, y, h, w, start, S, live, False, tl.int64)
         m01 = m00 & False
         m10 = m01
         m11 = m01
@@ -68,7 +69,7 @@ def tap(
         fy = fx
     else:
         row, fx, fy, m00, m01, m10, m11 = taps.bilinear(
-            x, y, h, w, start, S, live, UNIT, SKIP, False, ROW, ACC, INTERPRET
+            x, y, h, w, start, S, live, UNIT, SKIP, False, tl.int64, ACC, INTERPRET
         )
     return q, v, p, r, row, w, m00, m01, m10, m11, fx, fy
 
@@ -78,7 +79,7 @@ def _sample(
     shapes, starts, loc, i, live, first, Q, S, G, l_n, l_q, l_g, l_v, l_p, l_c,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
-    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Sample `i` of (n g), q, v, p, r from pair `first` on: its pair of (n g), counted from there,
     its number in the pair, bin, corners that are read (a bit each), and fractions.
@@ -89,7 +90,7 @@ def _sample(
     g = (first + pair) % G
     q, v, p, r, row, _, m00, m01, m10, m11, fx, fy = tap(
         shapes, starts, loc, n, g, j, live, S, l_n, l_q, l_g, l_v, l_p, l_c,
-        V, R, P, UNIT, SKIP, NEAREST, ROW, POS, ACC, INTERPRET,
+        V, R, P, UNIT, SKIP, NEAREST, POS, ACC, INTERPRET,
     )  # fmt: skip
     corners = m00.to(tl.int32) | (m01.to(tl.int32) << 1)
     corners = corners | (m10.to(tl.int32) << 2) | (m11.to(tl.int32) << 3)
@@ -102,7 +103,7 @@ def locate(
     samples, first, Q, S, G, nowhere, l_n, l_q, l_g, l_v, l_p, l_c,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
-    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
     """The bin of every sample, or `nowhere`."""
@@ -111,7 +112,7 @@ def locate(
     live = i < samples
     _, _, _, _, _, _, pair, _, bin, corners, _, _ = _sample(
         shapes, starts, loc, tl.minimum(i, samples - 1), live, first, Q, S, G,
-        l_n, l_q, l_g, l_v, l_p, l_c, V, R, P, UNIT, SKIP, NEAREST, ROW, POS, ACC, INTERPRET,
+        l_n, l_q, l_g, l_v, l_p, l_c, V, R, P, UNIT, SKIP, NEAREST, POS, ACC, INTERPRET,
     )  # fmt: skip
     bin = pair * (S + 1) + bin.to(INDEX)
     tl.store(keys + i, tl.where(corners != 0, bin, nowhere), mask=live)
@@ -123,7 +124,7 @@ def fill(
     samples, first, Q, S, G, l_n, l_q, l_g, l_v, l_p, l_c, w_n, w_q, w_g, w_v, w_p, w_r,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
-    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
     """Write the samples down in `order`: number and corners, fractions, and weight if K is 1."""
@@ -134,7 +135,7 @@ def fill(
     i = tl.load(order + place, mask=live, other=0).to(WORD)
     n, g, q, v, p, r, _, j, _, corners, fx, fy = _sample(
         shapes, starts, loc, i, live, first, Q, S, G,
-        l_n, l_q, l_g, l_v, l_p, l_c, V, R, P, UNIT, SKIP, NEAREST, ROW, POS, ACC, INTERPRET,
+        l_n, l_q, l_g, l_v, l_p, l_c, V, R, P, UNIT, SKIP, NEAREST, POS, ACC, INTERPRET,
     )  # fmt: skip
     a = fx
     if K == 1:
@@ -155,14 +156,14 @@ def collect(
     first, S, G, g_n, g_q, g_g, w_n, w_q, w_g, w_v, w_p, w_r, w_k, gv_n, gv_s, gv_g,
     g_k: tl.constexpr, g_d: tl.constexpr, gv_k: tl.constexpr, gv_d: tl.constexpr,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    NEAREST: tl.constexpr, ROW: tl.constexpr, ACC: tl.constexpr,
+    NEAREST: tl.constexpr, ACC: tl.constexpr,
     BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Sum over the samples around a pixel."""
     # Small maps, whose pixels have the most samples, come last in memory and go first.
     pixel = tl.num_programs(0) - 1 - tl.program_id(0)
     pair = pixel // S
-    row = (pixel % S).to(ROW)
+    row = (pixel % S).to(tl.int64)
     n = ((first + pair) // G).to(tl.int64)
     g = ((first + pair) % G).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -175,13 +176,13 @@ def collect(
     grad_value += n * gv_n + g * gv_g + k * gv_k + d * gv_d
     acc = tl.zeros([BE, BC], ACC)
     for m in range(V * R):
-        h, w, start, _ = taps.load_map(shapes, starts, m, None, S, False, ROW)
-        if (row >= start) & (row - start < h.to(tl.int64) * w):
+        h, w, start, _ = taps.load_map(shapes, starts, m, None, S, False, tl.int64)
+        if (row >= start) & (row - start < h * w):
             acc = _around(
                 grad, weight, bounds, entries, acc, row, m, w, counts, S,
                 g_q, w_q, w_v, w_p, w_r, V, R, P, K, D, NEAREST, ACC, BE, BC,
             )  # fmt: skip
-    tl.store(grad_value + row.to(tl.int64) * gv_s, tl.sum(acc, 0), mask=counts)
+    tl.store(grad_value + row * gv_s, tl.sum(acc, 0), mask=counts)
 
 
 @triton.jit
@@ -191,8 +192,8 @@ def _around(
     NEAREST: tl.constexpr, ACC: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """`acc` [BE, BC] plus what the samples of map `m` around pixel `row` give."""
-    size = S.to(row.dtype) + 1
-    w = (w % size).to(row.dtype)
+    size = S.to(tl.int64) + 1
+    w = w % size
     at = bounds + row
     b0 = tl.load(at)
     e0 = tl.load(at + 1) - b0
@@ -313,7 +314,7 @@ def _grad_value(
             collect, (pairs * s, triton.cdiv(k * d, bc)),
             (first, s, g, *grad.stride()[:3], *weight.stride(), *out.stride()[:3]),
             g_k=grad.stride(3), g_d=grad.stride(4), gv_k=out.stride(3), gv_d=out.stride(4),
-            **sizes, K=k, D=d, **{name: options[name] for name in ("NEAREST", "ROW", "ACC")},
+            **sizes, K=k, D=d, NEAREST=options["NEAREST"], ACC=options["ACC"],
             BE=32, BC=bc, num_warps=1,
         ),
     )  # fmt: skip

@@ -31,7 +31,7 @@ def enter(
     Q, S, G, l_n, l_q, l_g, l_v, l_p, l_c, w_n, w_q, w_g, w_v, w_p, w_r,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr,
-    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
     """Write down B samples, each the last of its chains; `chains` holds the last entry of each."""
@@ -44,7 +44,7 @@ def enter(
     live = i < samples
     q, v, p, r, row, w, m00, m01, m10, m11, fx, fy = tap(
         shapes, starts, loc, n, g, i, live, S, l_n, l_q, l_g, l_v, l_p, l_c,
-        V, R, P, UNIT, SKIP, NEAREST, ROW, POS, ACC, INTERPRET,
+        V, R, P, UNIT, SKIP, NEAREST, POS, ACC, INTERPRET,
     )  # fmt: skip
     at = weight + n * w_n + q.to(tl.int64) * w_q + g * w_g + v * w_v + p * w_p + r * w_r
     a = tl.load(at, mask=live, other=0).to(ACC)

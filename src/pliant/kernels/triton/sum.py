@@ -109,8 +109,8 @@ def _launch(
     strides = (*_outer(value), *_outer(loc), *_outer(weight))
     constants = {
         **_inner("l", loc, "n q g v p c"), "V": views, "R": scales, "P": points, "D": d,
-        **_options(policy, value, loc, _row_type(value, loc, weight, out)), "PAIR": _paired(loc, 5),
-        "EARLY": tuning.early(value.device),
+        **_options(policy, value, loc), "ROW": _row_type(value, loc, weight, out),
+        "PAIR": _paired(loc, 5), "EARLY": tuning.early(value.device),
     }  # fmt: skip
     if _by_query(k, policy):
         tile = tuning.query_tile(d, q, g, points, value.dtype)
@@ -159,9 +159,8 @@ def sample_sum_backward(
 
     grads = run(tensors, (policy, wanted), plan)
     if collected:
-        options = _options(policy, value, loc, _row_type(value, loc, weight, grad))
         by_value = torch.empty_like(value)
-        bins.grad_value(grad, *tensors[2:], by_value, options)
+        bins.grad_value(grad, *tensors[2:], by_value, _options(policy, value, loc))
         return by_value, *grads[1:]
     return grads
 
@@ -235,8 +234,7 @@ def _backward(
     ]
     gather = None
     if by_list:
-        options = _options(policy, value, loc, _row_type(grad, loc, weight, made[0]))
-        gather = lists.grad_value(grad, shapes, loc, weight, made[0], options)
+        gather = lists.grad_value(grad, shapes, loc, weight, made[0], _options(policy, value, loc))
     if rounded:
         made[0] = made[0].to(acc) if count == 1 else made[0].new_empty(value.shape, dtype=acc)
 
@@ -322,7 +320,7 @@ def _launch_backward(
         **_inner("gv", grad_value, "n s g k d"), **_inner("gl", grad_loc, "n q g v p c"),
         **_inner("gw", grad_weight, "n q g v p r k"),
         V=views, R=shapes.shape[1], P=points, K=k, D=d,
-        **_options(policy, value, loc, _row_type(*operands)),
+        **_options(policy, value, loc), ROW=_row_type(*operands),
         TO_VALUE=wanted[0], TO_LOC=wanted[1], TO_WEIGHT=wanted[2], PAIR=_paired(loc, 5),
         UNIFORM=skip or points % tile["BJ"] == 0, EARLY=early,
         BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
@@ -362,7 +360,7 @@ def _paired(x: Tensor, axis: int) -> bool:
     )
 
 
-def _row_type(*operands: Tensor) -> torch.dtype:
+def _row_type(*operands: Tensor) -> tl.dtype:
     """int32 for offsets inside one item of the batch, unless an operand extends farther.
 
     A line of a map before the first row, or behind the last, is counted too.
@@ -371,16 +369,15 @@ def _row_type(*operands: Tensor) -> torch.dtype:
         sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True)) + 2 * x.stride(1)
         for x in operands
     )
-    return torch.int64 if far >= 2**31 - 2**16 else torch.int32
+    return tl.int64 if far >= 2**31 - 2**16 else tl.int32
 
 
-def _options(policy: Policy, value: Tensor, loc: Tensor, row: torch.dtype) -> dict[str, object]:
+def _options(policy: Policy, value: Tensor, loc: Tensor) -> dict[str, object]:
     position = tl.float64 if loc.dtype == torch.float64 else tl.float32
     return {
         "UNIT": policy.position == "unit",
         "SKIP": policy.outside == "skip",
         "NEAREST": policy.interpolation == "nearest",
-        "ROW": _INTEGER[row],
         "POS": _INTEGER.get(loc.dtype, position),
         "ACC": _TL[accumulator(value.dtype)],
         "INTERPRET": INTERPRET,

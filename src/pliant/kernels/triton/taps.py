@@ -89,16 +89,6 @@ def stored(row, S, live, HONEST: tl.constexpr):
 
 
 @triton.jit
-def exact(y, w, start, live, HONEST: tl.constexpr):
-    """Whether the row arithmetic of line `y` cannot wrap. It can only where the metadata lie."""
-    if HONEST or w.dtype == tl.int64:
-        return live
-    else:
-        row = y.to(tl.float32) * w.to(tl.float32) + start.to(tl.float32)
-        return live & (tl.abs(row) < 2.1e9)
-
-
-@triton.jit
 def unit_to_pixel(x, size, INTERPRET: tl.constexpr):
     """x * size - 0.5, rounded twice as in PyTorch: a fused rounding moves points across borders."""
     if INTERPRET:
@@ -139,8 +129,8 @@ def bilinear(
         x0 = left.to(ROW)
         y0 = top.to(ROW)
         row = start + y0 * w + x0
-        up = exact(top, w, start, both(live, _index(y0, h)), HONEST)
-        down = exact(top, w, start, both(live, _index(y0 + 1, h)), HONEST)
+        up = both(live, _index(y0, h))
+        down = both(live, _index(y0 + 1, h))
         m00 = stored(row, S, up & _index(x0, w), HONEST)
         m01 = stored(row + 1, S, up & _index(x0 + 1, w), HONEST)
         m10 = stored(row + w, S, down & _index(x0, w), HONEST)
@@ -210,7 +200,7 @@ def nearest(x, y, h, w, start, S, live, HONEST: tl.constexpr, ROW: tl.constexpr)
     xi = _clamped(tl.where(counts, x, 0), w, ROW)
     yi = _clamped(tl.where(counts, y, 0), h, ROW)
     row = start + yi * w + xi
-    return row, stored(row, S, exact(yi, w, start, counts, HONEST), HONEST)
+    return row, stored(row, S, counts, HONEST)
 
 
 @triton.jit
