@@ -1,9 +1,11 @@
 """GPU kernels on the problems of real models: device time, host time, error, memory.
 
-Device time is that of a CUDA graph's replay, so it is what a captured model gets; host time is that
-of one eager call. Peers' figures were measured on one NVIDIA H200 and are ratios worth only there,
-with positions of the features' dtype; in float16 a row more has them in float32. torchvision runs
-beside the convolution where it can be imported. An operator whose named cases fail is not timed.
+Device time is that of a CUDA graph's replay, so it is what a captured model gets: of the forward,
+of the backward, and of both in turns, where each finds less of its own in the caches. Host time is
+that of one eager call. Peers' figures were measured on one NVIDIA H200 and are ratios worth only
+there, with positions of the features' dtype; in float16 a row more has them in float32. torchvision
+runs beside the convolution where it can be imported. An operator whose named cases fail is not
+timed.
 """
 
 import argparse
@@ -82,6 +84,7 @@ def main() -> int:
         print("No CUDA device is available.", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 160)
+    torch.cuda.set_stream(torch.cuda.Stream())  # a graph cannot be captured on the default one
     rows: list[Row] = []
     refused: dict[str, list[str]] = {}
     for figure in FIGURES:
@@ -139,7 +142,8 @@ def _row(figure: Figure, positions: str) -> Row:
             "positions": positions,
             "forward": forward,
             "backward": backward,
-            "deterministic_backward": _deterministic(function, leaves, grad) - forward,
+            "both": device_time(lambda: torch.autograd.grad(function(), leaves, grad)),
+            "deterministic_backward": _deterministic(function, leaves, grad),
             "host": host_time(function),
             "host_without_gradients": host_time(torch.no_grad()(function)),
             "extra_memory": _extra_memory(function, leaves, grad),
@@ -158,25 +162,23 @@ def _times(
 ) -> Times:
     """Device time, forward without gradients and backward."""
     clock = clock or device_time
-    forward = clock(torch.no_grad()(function))
-    both = clock(lambda: torch.autograd.grad(function(), leaves, grad))
-    return forward, both - forward
+    out = function()
+    backward = functools.partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
+    return clock(torch.no_grad()(function)), clock(backward)
 
 
 def device_time(step: Callable[[], Any]) -> float:
     """Microseconds of one step, of so many in a graph that its own start counts little."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(3):
+        step()
     return _replayed(step, min(max(5, int(5000 / _replayed(step, 1))), 50))
 
 
 def _replayed(step: Callable[[], Any], repeats: int) -> float:
+    # Captured where the forward ran: autograd's backward runs there too.
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for _ in range(repeats):
             step()
     graph.replay()
@@ -223,14 +225,14 @@ def host_time(step: Callable[[], Any], calls: int = 50) -> float:
 def _deterministic(
     function: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor
 ) -> float:
-    """Microseconds of an eager step, forward and backward, in the deterministic mode."""
+    """Microseconds of an eager backward in the deterministic mode."""
     torch.use_deterministic_algorithms(True)
     try:
-        times = []
+        out, times = function(), []
         for _ in range(4):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            torch.autograd.grad(function(), leaves, grad)
+            torch.autograd.grad(out, leaves, grad, retain_graph=True)
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e6)
         return statistics.median(times[1:])
@@ -291,20 +293,25 @@ def _beside(inputs: dict[str, Any], leaves: list[torch.Tensor], grad: torch.Tens
     theirs = functools.partial(deform_conv2d, x, shifts, weight, padding=padding, mask=mask)
     known = [shifts if t is offset else t for t in leaves]
     # Its kernels run on the default stream, whatever stream is the current one.
-    row["torchvision"] = _times(theirs, known, grad, queued_time)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        row["torchvision"] = _times(theirs, known, grad, queued_time)
+        torch.cuda.synchronize()
     return row
 
 
 def _line(row: Row) -> str:
     return (
         f"{row['id']} {row['dtype']} {row['positions']}: "
-        f"{row['forward']:.1f} / {row['backward']:.1f} us, host {row['host']:.0f} us"
+        f"{row['forward']:.1f} / {row['backward']:.1f} us, in turns {row['both']:.1f} us, "
+        f"host {row['host']:.0f} us"
     )
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(title="device time in microseconds, forward / backward")
-    names = "case,dtype,positions,ours,peer,over peer,of floor,aim,determ.,host,error,extra MiB"
+    title = "device time in microseconds, forward / backward; memory beyond inputs and results"
+    table = Table(title=title)
+    names = "case,dtype,positions,ours,in turns,peer,over peer,of floor,aim,determ.,host,error,MiB"
     for name in names.split(","):
         table.add_column(name, justify="left" if name in ("case", "dtype") else "right")
     known = {(figure.id, figure.dtype): figure for figure in FIGURES}
@@ -313,8 +320,8 @@ def _table(rows: list[Row]) -> Table:
         own = row["positions"] == WORKLOADS[row["id"]].positions
         peer, floor, aim = (t if own else None for t in (figure.peer, figure.floor, figure.aim))
         table.add_row(
-            row["id"], row["dtype"], row["positions"], _pair(ours), _pair(peer),
-            _pair(peer and (peer[0] / ours[0], peer[1] / ours[1]), "{:.1f}x"),
+            row["id"], row["dtype"], row["positions"], _pair(ours), f"{row['both']:.0f}",
+            _pair(peer), _pair(peer and (peer[0] / ours[0], peer[1] / ours[1]), "{:.1f}x"),
             _pair(floor and (ours[0] / floor[0], ours[1] / floor[1]), "{:.1f}"), _pair(aim),
             f"{row['deterministic_backward']:.0f}", f"{row['host']:.0f}",
             _pair((row["error"]["forward"], row["error"]["backward"]), "{:.0e}"),
@@ -324,7 +331,7 @@ def _table(rows: list[Row]) -> Table:
             if beside in row:
                 theirs = row[beside]
                 ratio = _pair((theirs[0] / ours[0], theirs[1] / ours[1]), "{:.1f}x")
-                table.add_row("", beside.replace("_", "-"), "", _pair(theirs), "", ratio)
+                table.add_row("", beside.replace("_", "-"), "", _pair(theirs), "", "", ratio)
     return table
 
 

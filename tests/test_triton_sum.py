@@ -111,6 +111,18 @@ def test_any_size(id):
     compare(problem(policy, **sizes), tolerance=3e-6)
 
 
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION], ids=str)
+@pytest.mark.parametrize("positions", [BF16, F16, F32, F64], ids=str)
+@pytest.mark.parametrize("features", [F64, F16], ids=str)
+def test_features_and_positions_of_any_two_dtypes(features, positions, policy):
+    if (features, positions) == (F64, BF16) and not GPU:
+        pytest.skip("Triton's interpreter cannot round float64 to bfloat16")
+    args = problem(policy, features)
+    args[3] = args[3].to(positions)
+    got = compare(args, tolerance={F64: 1e-5, F16: 2e-3}[features] if positions != BF16 else 2e-2)
+    assert [x.dtype for x in got] == [features, features, positions, features]
+
+
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
 def test_wide_rows_use_wide_integers(policy, monkeypatch):
     monkeypatch.setattr(kernels, "_row_type", lambda *x: tl.int64)
