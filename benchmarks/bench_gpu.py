@@ -83,7 +83,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("No CUDA device is available.", file=sys.stderr)
         return 2
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 190)
     torch.cuda.set_stream(torch.cuda.Stream())  # a graph cannot be captured on the default one
     rows: list[Row] = []
     refused: dict[str, list[str]] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pliant.sampling.problem import accumulator
 
-from . import taps
+from . import taps, tuning
 from .launch import Launch, run
 
 # What is sorted at a time, for which a sample takes SORTED bytes, is at most as large as the
@@ -157,7 +157,7 @@ def collect(
     g_k: tl.constexpr, g_d: tl.constexpr, gv_k: tl.constexpr, gv_d: tl.constexpr,
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     NEAREST: tl.constexpr, ACC: tl.constexpr,
-    BE: tl.constexpr, BC: tl.constexpr,
+    BM: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Sum over the samples around a pixel."""
     # Small maps, whose pixels have the most samples, come last in memory and go first.
@@ -175,13 +175,18 @@ def collect(
     weight += n * w_n + g * w_g + k * w_k
     grad_value += n * gv_n + g * gv_g + k * gv_k + d * gv_d
     acc = tl.zeros([BE, BC], ACC)
-    for m in range(V * R):
-        h, w, start, _ = taps.load_map(shapes, starts, m, None, S, False, tl.int64)
-        if (row >= start) & (row - start < h * w):
+    for some in range(0, V * R, BM):
+        maps = some + tl.arange(0, BM)
+        h, w, start, _ = taps.load_map(shapes, starts, maps, maps < V * R, S, False, tl.int64)
+        hold = (row >= start) & (row - start < h * w)  # the pixel: one map, unless metadata lie
+        m = tl.min(tl.where(hold, maps, V * R), 0)
+        while m < V * R:
+            width = tl.sum(tl.where(maps == m, w, 0), 0)
             acc = _around(
-                grad, weight, bounds, entries, acc, row, m, w, counts, S,
+                grad, weight, bounds, entries, acc, row, m, width, counts, S,
                 g_q, w_q, w_v, w_p, w_r, V, R, P, K, D, NEAREST, ACC, BE, BC,
             )  # fmt: skip
+            m = tl.min(tl.where(hold & (maps > m), maps, V * R), 0)
     tl.store(grad_value + row * gv_s, tl.sum(acc, 0), mask=counts)
 
 
@@ -307,14 +312,16 @@ def _grad_value(
             **sizes, K=k, **options, **tile,
         ),
     )  # fmt: skip
-    bc = min(triton.next_power_of_2(k * d), 64)
+    # Where cameras skip what they do not see, one of them sees a point.
+    seen = samples // (sizes["V"] if options["SKIP"] else 1)
+    corners = triton.cdiv(seen if options["NEAREST"] else 4 * seen, s)
+    piece = tuning.bins_tile(k * d, sizes["V"] * sizes["R"], corners)
     run(
         (grad, weight, shapes, starts, bounds, entries, out), (collect, *key),
         lambda: Launch(
-            collect, (pairs * s, triton.cdiv(k * d, bc)),
+            collect, (pairs * s, triton.cdiv(k * d, piece["BC"])),
             (first, s, g, *grad.stride()[:3], *weight.stride(), *out.stride()[:3]),
             g_k=grad.stride(3), g_d=grad.stride(4), gv_k=out.stride(3), gv_d=out.stride(4),
-            **sizes, K=k, D=d, NEAREST=options["NEAREST"], ACC=options["ACC"],
-            BE=32, BC=bc, num_warps=1,
+            **sizes, K=k, D=d, NEAREST=options["NEAREST"], ACC=options["ACC"], **piece,
         ),
     )  # fmt: skip
