@@ -284,6 +284,21 @@ def test_rows_are_counted_in_64_bits_if_a_gradient_needs_them():
     assert launch.constants["ROW"] == tl.int64
 
 
+def test_deterministic_mode_with_more_maps_than_are_looked_at_together(deterministic):
+    """Of one pixel each but for the last, which holds the pixels of all others, too."""
+    maps = 40
+    assert tuning.bins_tile(8, maps, 1)["BM"] < maps
+    args = problem(ATTENTION, groups=1)
+    args[0] = torch.randn(2, maps, 1, 1, 8, device=DEVICE)
+    args[1] = torch.ones(maps, 1, 2, dtype=torch.int64, device=DEVICE)
+    args[1][-1, 0, 1] = maps
+    args[2] = torch.arange(maps, device=DEVICE).unsqueeze(1)
+    args[2][-1] = 0
+    args[3] = torch.rand(2, 3, 1, maps, 2, 2, device=DEVICE)
+    args[4] = torch.randn(2, 3, 1, maps, 2, 1, 1, device=DEVICE)
+    compare(args, tolerance=3e-6)
+
+
 def test_deterministic_mode_with_maps_of_another_size(deterministic):
     """The same queries over fewer pixels, and over more: what was planned before does not fit."""
     for height in (4, 2, 5):

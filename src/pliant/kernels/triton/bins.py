@@ -314,7 +314,7 @@ def _grad_value(
     )  # fmt: skip
     # Where cameras skip what they do not see, one of them sees a point.
     seen = samples // (sizes["V"] if options["SKIP"] else 1)
-    corners = triton.cdiv(seen if options["NEAREST"] else 4 * seen, s)
+    corners = (1 if options["NEAREST"] else 4) * seen // s
     piece = tuning.bins_tile(k * d, sizes["V"] * sizes["R"], corners)
     run(
         (grad, weight, shapes, starts, bounds, entries, out), (collect, *key),

@@ -159,7 +159,7 @@ def bins_tile(channels: int, maps: int, samples: int) -> dict[str, int]:
     """Maps that a pixel is looked for in at a time, samples of it, of which `samples` are expected,
     and channels: one warp, no barrier.
     """
-    be = min(max(triton.next_power_of_2(samples), 4), 32)
+    be = min(max(triton.next_power_of_2(samples + 1) // 2, 4), 32)
     bc = min(triton.next_power_of_2(channels), 2048 // be)
     return {"BM": min(triton.next_power_of_2(maps), 32), "BE": be, "BC": bc, "num_warps": 1}
 
