@@ -84,7 +84,7 @@ def main() -> int:
         print("No CUDA device is available.", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 190)
-    torch.cuda.set_stream(torch.cuda.Stream())  # a graph cannot be captured on the default one
+    torch.cuda.set_stream(torch.cuda.Stream())  # for graphs
     rows: list[Row] = []
     refused: dict[str, list[str]] = {}
     for figure in FIGURES:
@@ -168,7 +168,10 @@ def _times(
 
 
 def device_time(step: Callable[[], Any]) -> float:
-    """Microseconds of one step, of so many in a graph that its own start counts little."""
+    """Microseconds of one step, of so many in a graph that its own start counts little.
+
+    The current stream must not be the default one, on which no graph can be captured.
+    """
     for _ in range(3):
         step()
     return _replayed(step, min(max(5, int(5000 / _replayed(step, 1))), 50))
@@ -176,7 +179,6 @@ def device_time(step: Callable[[], Any]) -> float:
 
 def _replayed(step: Callable[[], Any], repeats: int) -> float:
     # Captured where the forward ran: autograd's backward runs there too.
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for _ in range(repeats):

@@ -24,6 +24,7 @@ from .launch import Launch, run
 # features in the accumulator's dtype, or this.
 AT_ONCE = 64 << 20
 SORTED = 48
+MANY = 1 << 27  # samples of a pair, or rows, whose numbers take 64 bits together with corners
 
 
 # Kernels
@@ -178,7 +179,7 @@ def collect(
     for some in range(0, V * R, BM):
         maps = some + tl.arange(0, BM)
         h, w, start, _ = taps.load_map(shapes, starts, maps, maps < V * R, S, False, tl.int64)
-        hold = (row >= start) & (row - start < h * w)  # the pixel: one map, unless metadata lie
+        hold = (row >= start) & (row - start < h * w)  # the pixel: one map, unless some overlap
         m = tl.min(tl.where(hold, maps, V * R), 0)
         while m < V * R:
             width = tl.sum(tl.where(maps == m, w, 0), 0)
@@ -287,7 +288,7 @@ def _grad_value(
     pairs: int,
 ) -> None:
     s, g, k, d = out.shape[1:]
-    wide = out.dtype == torch.float64 or max(samples, s) >= 1 << 27
+    wide = out.dtype == torch.float64 or max(samples, s) >= MANY
     index = torch.int64 if wide else torch.int32
     many, bins, q = pairs * samples, pairs * (s + 1), loc.shape[1]
     sizes = {"V": loc.shape[3], "R": shapes.shape[1], "P": loc.shape[4]}

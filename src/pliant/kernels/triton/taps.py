@@ -1,9 +1,9 @@
 """The tap layer: from a position to the pixels it reads, their coefficients and derivatives.
 
 The only Triton code with floor, borders and masks. All of it is elementwise: it serves tiles of any
-shape. ROW is the integer type of row numbers, int32 unless the features need more. HONEST says
-that the map is known to lie within the features, so that rows need no check of their own, and to
-have less than 2**22 pixels a side.
+shape. HONEST says that the map is known to lie within the features, so that rows need no check of
+their own, and to have less than 2**22 pixels a side. ROW is the integer type of row numbers: int32
+for HONEST maps, unless the features need more, and else int64, where none can come round.
 """
 
 import triton
@@ -113,6 +113,7 @@ def bilinear(
 
     Where none is read, the fractions may be anything.
     """
+    tl.static_assert(HONEST or w.dtype == tl.int64)
     if SKIP:
         live = both(live, inside(x, y))
     if HONEST and x.dtype == tl.float32:
@@ -196,6 +197,7 @@ def _index(i, size):
 @triton.jit
 def nearest(x, y, h, w, start, S, live, HONEST: tl.constexpr, ROW: tl.constexpr):
     """Row of the pixel reached by truncation and clamping, and whether it is read."""
+    tl.static_assert(HONEST or w.dtype == tl.int64)
     counts = both(live, (tl.minimum(h, w) > 0) & (x == x) & (y == y))
     xi = _clamped(tl.where(counts, x, 0), w, ROW)
     yi = _clamped(tl.where(counts, y, 0), h, ROW)
