@@ -34,7 +34,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	$(BIN)/mypy
 
 test-gpu: ## all tests from the source tree, with this machine's own Python and torch
-	PYTHONPATH=src $(PYTHON) -m pytest $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo -n 8) $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest $$($(PYTHON) -c 'import xdist; print("-n 8")' 2>/dev/null) $(ARGS)
 
 bench-cpu: $(VENV)/installed ## CPU kernels against the plain PyTorch composites
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)

@@ -231,10 +231,10 @@ def differentiate(
         )
         if TO_OFFSET or TO_MASK:
             come = tl.load(grad_columns + at, mask=both, other=0).to(ACC)
-            s00 += tl.sum(come * v00.to(ACC), 1)
-            s01 += tl.sum(come * v01.to(ACC), 1)
-            s10 += tl.sum(come * v10.to(ACC), 1)
-            s11 += tl.sum(come * v11.to(ACC), 1)
+            s00 += _sum(come, v00, ACC, INTERPRET)
+            s01 += _sum(come, v01, ACC, INTERPRET)
+            s10 += _sum(come, v10, ACC, INTERPRET)
+            s11 += _sum(come, v11, ACC, INTERPRET)
         if TO_WEIGHT:
             sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC)
             tl.store(columns + at, sample, mask=both)
@@ -252,6 +252,14 @@ def differentiate(
         at = grad_offset + n * go_n + (2 * (g * K + k)).to(ROW) * go_c + q.to(ROW) * go_q
         tl.store(at, a * ((s10 - s00) * (1 - fx) + (s11 - s01) * fx), mask=live)
         tl.store(at + go_c, a * ((s01 - s00) * (1 - fy) + (s11 - s10) * fy), mask=live)
+
+
+@triton.jit
+def _sum(come, v, ACC: tl.constexpr, INTERPRET: tl.constexpr):
+    """Of products over channels. Lanes add what others hand them to their own: were that a product
+    and the sum fused, they would differ in the last bit, and all of them write the result.
+    """
+    return tl.sum(taps.rounded_product(come, v.to(ACC), INTERPRET), 1)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -89,12 +89,18 @@ def stored(row, S, live, HONEST: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(x, y, INTERPRET: tl.constexpr):
+    """x * y, which no compiler fuses with a sum that it goes into."""
+    if INTERPRET:
+        return x * y
+    else:
+        return libdevice.mul_rn(x, y)
+
+
+@triton.jit
 def unit_to_pixel(x, size, INTERPRET: tl.constexpr):
     """x * size - 0.5, rounded twice as in PyTorch: a fused rounding moves points across borders."""
-    if INTERPRET:
-        return x * size.to(x.dtype) - 0.5
-    else:
-        return libdevice.mul_rn(x, size.to(x.dtype)) - 0.5
+    return rounded_product(x, size.to(x.dtype), INTERPRET) - 0.5
 
 
 @triton.jit
