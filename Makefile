@@ -18,7 +18,7 @@ SOURCES := $(shell find src -not -path '*/__pycache__*') $(wildcard CMakeLists.t
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 INTERPRETED := $(wildcard tests/test_triton*.py)
 
-.PHONY: demo test lint test-gpu bench-cpu bench-gpu clean help
+.PHONY: demo test lint test-gpu sanitize bench-cpu bench-gpu clean help
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/installed ## run the four operators, check them, show a table, save a picture
@@ -35,6 +35,9 @@ lint: $(VENV)/installed ## ruff and mypy
 
 test-gpu: ## all tests from the source tree, with this machine's own Python and torch
 	PYTHONPATH=src $(PYTHON) -m pytest $$($(PYTHON) -c 'import xdist; print("-n 8")' 2>/dev/null) $(ARGS)
+
+sanitize: ## the GPU kernels under compute-sanitizer, from the source tree
+	PYTHONPATH=src $(PYTHON) tests/sanitize.py
 
 bench-cpu: $(VENV)/installed ## CPU kernels against the plain PyTorch composites
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)

@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1) on a 
 """
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+import sanitize  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
@@ -738,3 +740,20 @@ def test_the_public_function_reaches_these_kernels():
     with ops.record() as calls:
         run(SUMS[0], inputs, "triton")
     assert calls == [("sample_sum", "triton"), ("sample_sum_backward", "triton")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hostile", "ordinary"][: 1 + GPU])
+def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
+    """Of each operator the plain case, in every way of the backward."""
+    monkeypatch.setattr(sanitize, "CHOSEN", {"plain"})
+    monkeypatch.setattr(sanitize, "DTYPES", (F16,))
+    with (
+        mock.patch.object(bins, "grad_value", wraps=bins.grad_value) as collected,
+        mock.patch.object(lists, "grad_value", wraps=lists.grad_value) as listed,
+    ):
+        done = list(sanitize.work(kind == "hostile", DEVICE))
+    assert len(done) == (100 if GPU and kind == "hostile" else 16)
+    assert collected.called
+    assert listed.called
+    assert not torch.are_deterministic_algorithms_enabled()
