@@ -84,7 +84,7 @@ def work(hostile: bool, device: str) -> Iterator[str]:
 def problems(
     case: Case, dtype: torch.dtype, device: str, hostile: bool
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """Inputs and an incoming gradient; hostile ones with every lie about the first map, too."""
+    """Inputs and an incoming gradient; hostile ones with lies about the first map, too."""
     inputs = case.make(dtype, device, 0)
     if not hostile:
         yield inputs, None
@@ -102,10 +102,12 @@ def problems(
     yield inputs, grad
     if case.operator in SUMS and device == "cuda":  # the host's metadata are read, and refused
         shapes, starts = list(inputs)[1:3]
-        for size, start in MAPS:
-            lie = {name: inputs[name].to(device, torch.int64).clone() for name in (shapes, starts)}
-            lie[shapes].view(-1, 2)[0] = torch.tensor(size)
-            lie[starts].view(-1)[0] = start
+        for size, start in MAPS if str(case).endswith("-plain") else MAPS[:1]:
+            lie = {
+                name: inputs[name].to(device, torch.int64, copy=True) for name in (shapes, starts)
+            }
+            lie[shapes][(0,) * (lie[shapes].dim() - 1)] = torch.tensor(size)
+            lie[starts][(0,) * lie[starts].dim()] = start
             yield inputs | lie, grad
 
 
