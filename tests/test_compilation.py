@@ -53,6 +53,23 @@ def run(self, *args, grid, warmup, **kwargs):
 
 
 JITFunction.run = run
+
+
+def shuffled_products(ptx):
+    # Lanes that fuse their own with a sum get another last bit than the lane that it came from.
+    products, found = set(), 0
+    for line in ptx.splitlines():
+        name, to, source, *_ = (*line.replace(",", " ").split(), "", "", "")
+        if name == "mul.f32" or (name == "mov.b32" and source in products):
+            products.add(to)
+        found += name.startswith("shfl.sync.bfly") and source in products
+    return found
+
+
+def lanes_agree(*names):
+    summed = [(name, k.asm["ptx"]) for name, k in compiled if "shfl.sync.bfly" in k.asm["ptx"]]
+    assert set(names) <= {name for name, _ in summed}
+    assert [name for name, ptx in summed if shuffled_products(ptx)] == []
 """
 
 SIZES = """
@@ -138,24 +155,9 @@ assert expected <= {name for name, _ in compiled[sums:]}
 least = 101376  # bytes of shared memory on the smallest of these GPUs
 assert all(kernel.metadata.shared <= least or ARCH >= 90 for _, kernel in compiled)
 assert all(f".target sm_{ARCH}" in kernel.asm["ptx"] for _, kernel in compiled)
-
-
-def shuffled_products(ptx):
-    # Lanes that fuse their own with a sum get another last bit than the lane that it came from.
-    products, found = set(), 0
-    for line in ptx.splitlines():
-        name, to, source, *_ = (*line.replace(",", " ").split(), "", "", "")
-        if name == "mul.f32" or (name == "mov.b32" and source in products):
-            products.add(to)
-        found += name.startswith("shfl.sync.bfly") and source in products
-    return found
-
-
-differentiate = [kernel.asm["ptx"] for name, kernel in compiled if name == "differentiate"]
-assert ARCH != 90 or any("shfl.sync.bfly" in ptx for ptx in differentiate)
-assert not any(map(shuffled_products, differentiate))
 fast = next(kernel for name, kernel in compiled if name == "by_point")
 assert "red.global" in fast.asm["ptx"] or "atom.global" in fast.asm["ptx"]
+lanes_agree("by_point", *["differentiate"] * (ARCH == 90))
 print(len(compiled), "kernels")
 """
 
@@ -170,6 +172,7 @@ dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 sums = [case for case in CASES if not case.operator.startswith("deform_")]
 for i, case in enumerate(sums[::2]):
     run_case(case.operator, case.make(dtypes[i % 4], "cpu", 0), "triton")
+lanes_agree("by_point")
 print(len(compiled), "kernels")
 """
 

@@ -178,7 +178,7 @@ def _differentiate(
             n00 = _corner(counts, k, d, K, D, BK, BD)
             if TO_WEIGHT:
                 v00 = tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC)
-                by_a += tl.sum(go * v00, 2)
+                by_a += taps.dot(go, v00, 2, INTERPRET)
             if TO_VALUE:
                 wait(EARLY)
                 tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
@@ -197,11 +197,11 @@ def _differentiate(
                 top = v00 * (1 - fx) + v01 * fx
                 bottom = v10 * (1 - fx) + v11 * fx
                 if TO_WEIGHT:
-                    by_a += tl.sum(go * (top * (1 - fy) + bottom * fy), 2)
+                    by_a += taps.dot(go, top * (1 - fy) + bottom * fy, 2, INTERPRET)
                 if TO_LOC:  # differences before sums: features may have much in common
                     along = (v01 - v00) * (1 - fy) + (v11 - v10) * fy
-                    by_x += tl.sum(go * along, 2)
-                    by_y += tl.sum(go * (bottom - top), 2)
+                    by_x += taps.dot(go, along, 2, INTERPRET)
+                    by_y += taps.dot(go, bottom - top, 2, INTERPRET)
             if TO_VALUE:
                 wait(EARLY)
                 to = to_row + d * gv_d
@@ -221,8 +221,8 @@ def _differentiate(
     if TO_LOC:
         scale_x = w.to(ACC) if UNIT else 1.0
         scale_y = h.to(ACC) if UNIT else 1.0
-        dx = tl.where(counts, tl.sum(a * by_x, 1) * scale_x, 0)
-        dy = tl.where(counts, tl.sum(a * by_y, 1) * scale_y, 0)
+        dx = tl.where(counts, taps.dot(a, by_x, 1, INTERPRET) * scale_x, 0)
+        dy = tl.where(counts, taps.dot(a, by_y, 1, INTERPRET) * scale_y, 0)
     return dx, dy
 
 

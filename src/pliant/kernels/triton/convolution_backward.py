@@ -231,10 +231,10 @@ def differentiate(
         )
         if TO_OFFSET or TO_MASK:
             come = tl.load(grad_columns + at, mask=both, other=0).to(ACC)
-            s00 += _sum(come, v00, ACC, INTERPRET)
-            s01 += _sum(come, v01, ACC, INTERPRET)
-            s10 += _sum(come, v10, ACC, INTERPRET)
-            s11 += _sum(come, v11, ACC, INTERPRET)
+            s00 += taps.dot(come, v00.to(ACC), 1, INTERPRET)
+            s01 += taps.dot(come, v01.to(ACC), 1, INTERPRET)
+            s10 += taps.dot(come, v10.to(ACC), 1, INTERPRET)
+            s11 += taps.dot(come, v11.to(ACC), 1, INTERPRET)
         if TO_WEIGHT:
             sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC)
             tl.store(columns + at, sample, mask=both)
@@ -252,14 +252,6 @@ def differentiate(
         at = grad_offset + n * go_n + (2 * (g * K + k)).to(ROW) * go_c + q.to(ROW) * go_q
         tl.store(at, a * ((s10 - s00) * (1 - fx) + (s11 - s01) * fx), mask=live)
         tl.store(at + go_c, a * ((s01 - s00) * (1 - fy) + (s11 - s10) * fy), mask=live)
-
-
-@triton.jit
-def _sum(come, v, ACC: tl.constexpr, INTERPRET: tl.constexpr):
-    """Of products over channels. Lanes add what others hand them to their own: were that a product
-    and the sum fused, they would differ in the last bit, and all of them write the result.
-    """
-    return tl.sum(taps.rounded_product(come, v.to(ACC), INTERPRET), 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -342,7 +334,7 @@ def settle(
             inside = (m00 | m01 | m10 | m11)[:, None] & (o < COG)[None, :]
             at = grad + i[:, None] * CO + (group * COG + o)[None, :]
             come = tl.load(at, mask=inside, other=0).to(ACC)
-            sums += tl.sum(sample[:, :, None] * come[:, None, :], 0)
+            sums += taps.dot(sample[:, :, None], come[:, None, :], 0, INTERPRET)
     at = out + (group * COG + o).to(tl.int64)[None, :] * w_o + (c - group * CG)[:, None] * w_c
     tl.store(at + k // KW * w_y + k % KW * w_x, sums, mask=both)
 

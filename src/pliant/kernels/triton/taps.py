@@ -98,6 +98,14 @@ def rounded_product(x, y, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def dot(x, y, axis: tl.constexpr, INTERPRET: tl.constexpr):
+    """Sum of x * y. Lanes add what others hand them to their own: were that a product, and the sum
+    fused, they would differ in the last bit, and each of them may write the result.
+    """
+    return tl.sum(rounded_product(x, y, INTERPRET), axis)
+
+
+@triton.jit
 def unit_to_pixel(x, size, INTERPRET: tl.constexpr):
     """x * size - 0.5, rounded twice as in PyTorch: a fused rounding moves points across borders."""
     return rounded_product(x, size.to(x.dtype), INTERPRET) - 0.5
