@@ -34,7 +34,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	$(BIN)/mypy
 
 test-gpu: ## all tests from the source tree, with this machine's own Python and torch
-	PYTHONPATH=src $(PYTHON) -m pytest $$($(PYTHON) -c 'import xdist; print("-n 8")' 2>/dev/null) $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest $$($(PYTHON) -c 'import xdist; print("-n 8 --dist worksteal")' 2>/dev/null) $(ARGS)
 
 sanitize: ## the GPU kernels under compute-sanitizer, from the source tree
 	PYTHONPATH=src $(PYTHON) tests/sanitize.py

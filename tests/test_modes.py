@@ -17,6 +17,7 @@ from pliant.sampling import checks, direct, maps
 
 LEVELS = [(4, 4), (2, 2)]
 IMPLS = [impl for impl in testing.impls("cpu") if impl != "triton"]
+needs_kernels = pytest.mark.skipif("cpu" not in IMPLS, reason="the CPU kernels are not built")
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor]:
@@ -260,6 +261,7 @@ def test_hooks_may_change_what_was_saved(operator: str, hook: str) -> None:
             torch.testing.assert_close(other.double(), g, rtol=1e-4, atol=1e-4)
 
 
+@needs_kernels
 def test_saved_operands_of_another_size_raise() -> None:
     value, locations, weights = (x.requires_grad_() for x in tensors())
     out = pliant.multi_scale_deformable_attn(value, LEVELS, None, locations, weights)
@@ -335,6 +337,7 @@ def test_operands_that_the_kernels_convert(positions: torch.dtype, strided: bool
         torch.testing.assert_close(got, expected)
 
 
+@needs_kernels
 def test_incoming_gradients_of_ever_new_layouts_are_not_all_remembered() -> None:
     value, loc = torch.rand(2, 20, 2, 3, requires_grad=True), torch.rand(2, 6, 2, 1, 4, 2)
     weights = torch.rand(2, 6, 2, 1, 4)
