@@ -147,6 +147,53 @@ def test_extents_decide_the_integers():
     assert kernels._row_type(line) == tl.int64
 
 
+def spread(x, axis):
+    """The same numbers, the last of which lies 2**31 elements from the first along `axis`."""
+    strides, step = [], 1
+    for i in reversed(range(x.dim())):
+        strides.insert(0, step if i != axis else 2**31 // (x.shape[i] - 1))
+        step *= x.shape[i] if i != axis else 1
+    storage = torch.UntypedStorage((2**31 + step) * x.element_size(), device=x.device)
+    far = torch.empty(0, dtype=x.dtype, device=x.device)
+    return far.set_(storage, 0, x.shape, strides).copy_(x)
+
+
+@pytest.mark.parametrize("way", ["added", "sorted", "listed"])
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
+def test_places_more_than_32_bits_apart(policy, way, monkeypatch):
+    """Along every axis of every operand, one after another, forward and backward; where only the
+    gradient of the features is computed another way, that alone.
+    """
+    monkeypatch.setattr(tuning, "by_list", few_samples if way == "listed" else lambda *_: False)
+    weights = 1 if policy != AGGREGATION or way == "listed" else 3
+    value, _, _, loc, weight, _ = problem(
+        policy, F16, batch=1, groups=3 if GPU else 1, weights=weights, channels=3
+    )
+    shapes = torch.tensor([[[2, 3], [2, 1], [1, 1]]] * 3, device=DEVICE)
+    starts = torch.tensor([[0, 6, 8], [0, 3, 2], [2, 7, 0]], device=DEVICE)
+    value, loc = value[:, :9], loc[:, :, :, [0, 1, 0]].to(F16)
+    weight = weight[:, :, :, [0, 1, 0]][..., [0] * 3, :].contiguous()
+    operands = {"value": value, "loc": loc, "weight": weight}
+    operands["grad"] = torch.randn(1, *weight.shape[1:3], weights, 3, dtype=F16).to(DEVICE)
+    maps, needs = (shapes, starts), [True, way == "added" and policy != GEOMETRIC, way == "added"]
+
+    def results(value, loc, weight, grad):
+        args = (value, *maps, loc, weight, policy)
+        torch.use_deterministic_algorithms(way == "sorted")
+        try:
+            grads = kernels.sample_sum_backward(grad, *args, needs)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return [kernels.sample_sum(*args) if way == "added" else None, *grads]
+
+    expected = results(**operands)
+    for name, x in operands.items():
+        for axis in (axis for axis in range(1, x.dim()) if x.shape[axis] > 2):
+            got = results(**operands | {name: spread(x, axis)})
+            for a, b in zip(got, expected, strict=True):
+                assert a is b is None or torch.allclose(a, b, rtol=2e-3, atol=2e-3), (name, axis)
+
+
 def test_pairs_in_every_item_of_a_batch(monkeypatch):
     """Items at odd distances, one at a time: of the first alone, pairs could be loaded."""
     monkeypatch.setattr(launch, "_remembered", {})

@@ -56,7 +56,8 @@ def by_point(
     grad_value += n * gv_n + g * gv_g
     grad_loc += n * gl_n + q * gl_q + g * gl_g
     grad_weight += n * gw_n + q * gw_q + g * gw_g
-    grad += tl.zeros([BJ], tl.int32)[:, None, None] + (k * g_k)[None, :, None]  # [BJ, BK, 1]
+    groups = (k.to(ROW) * g_k)[None, :, None]
+    grad += tl.zeros([BJ], tl.int32)[:, None, None] + groups  # [BJ, BK, 1]
     m = tl.program_id(1) * R if SKIP else 0
     if taps.all_honest(shapes + 2 * m, starts + m, R if SKIP else V * R, S):
         for i in range(queries):
@@ -66,7 +67,7 @@ def by_point(
                 g_d, v_s, v_k, v_d, l_v, l_p, l_c, w_v, w_p, w_r, w_k, gv_s, gv_k, gv_d,
                 gl_v, gl_p, gl_c, gw_v, gw_p, gw_r, gw_k, V, R, P, K, D,
                 UNIT, SKIP, NEAREST, True, TO_VALUE, TO_LOC, TO_WEIGHT,
-                ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, EARLY, BLOCKS, BJ, BK, BD,
+                ROW, ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, EARLY, BLOCKS, BJ, BK, BD,
             )  # fmt: skip
     else:  # where products of a false size and a stride may exceed 32 bits
         for i in range(queries):
@@ -76,7 +77,7 @@ def by_point(
                 g_d, v_s, v_k, v_d, l_v, l_p, l_c, w_v, w_p, w_r, w_k, gv_s, gv_k, gv_d,
                 gl_v, gl_p, gl_c, gw_v, gw_p, gw_r, gw_k, V, R, P, K, D,
                 UNIT, SKIP, NEAREST, False, TO_VALUE, TO_LOC, TO_WEIGHT,
-                tl.int64, POS, ACC, INTERPRET, PAIR, UNIFORM, EARLY, BLOCKS, BJ, BK, BD,
+                tl.int64, ROW, POS, ACC, INTERPRET, PAIR, UNIFORM, EARLY, BLOCKS, BJ, BK, BD,
             )  # fmt: skip
     wait(EARLY)  # no program ends before the sums are clear, though it may not add
 
@@ -93,12 +94,12 @@ def _query(
     V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
     TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
-    ROW: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
-    PAIR: tl.constexpr, UNIFORM: tl.constexpr, EARLY: tl.constexpr, BLOCKS: tl.constexpr,
-    BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    ROW: tl.constexpr, INDEX: tl.constexpr, POS: tl.constexpr, ACC: tl.constexpr,
+    INTERPRET: tl.constexpr, PAIR: tl.constexpr, UNIFORM: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A query's samples, BJ at a time."""
-    go = _load_grad(grad, 0, g_d, K, D, BK, BD, ACC)
+    """A query's samples, BJ at a time. Rows have the type ROW, all other places INDEX."""
+    go = _load_grad(grad, 0, g_d, K, D, INDEX, BK, BD, ACC)
     for b in range(BLOCKS):
         j = b * BJ + tl.arange(0, BJ)
         if SKIP:  # one view after another: most see none of the points
@@ -113,6 +114,8 @@ def _query(
             v = j // P
             p = j % P
             live = v < V if V * P % BJ != 0 else j >= 0
+        v = tl.cast(v, INDEX)
+        p = p.to(INDEX)
         x, y = taps.load_position(loc + v * l_v + p * l_p, l_c, live, PAIR, POS)
         if SKIP:
             live = live & taps.inside(x, y)
@@ -122,13 +125,14 @@ def _query(
             for r in range(R):
                 some = None if UNIFORM else live
                 h, w, start, _ = taps.load_map(shapes, starts, v * R + r, some, S, HONEST, ROW)
-                by = weight + (v * w_v + p * w_p + r * w_r)
-                to = grad_weight + (v * gw_v + p * gw_p + r * gw_r)
+                scale = tl.cast(r, INDEX)
+                by = weight + (v * w_v + p * w_p + scale * w_r)
+                to = grad_weight + (v * gw_v + p * gw_p + scale * gw_r)
                 dx, dy = _differentiate(
                     grad, go, value, by, grad_value, to, x, y, h, w, start, live, S, k,
                     g_d, v_s, v_k, v_d, w_k, gv_s, gv_k, gv_d, gw_k, K, D,
                     UNIT, SKIP, NEAREST, HONEST, TO_VALUE, TO_LOC, TO_WEIGHT,
-                    ROW, ACC, INTERPRET, EARLY, BJ, BK, BD,
+                    ROW, INDEX, ACC, INTERPRET, EARLY, BJ, BK, BD,
                 )  # fmt: skip
                 along_x += dx
                 along_y += dy
@@ -146,15 +150,16 @@ def _differentiate(
     K: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,
     TO_VALUE: tl.constexpr, TO_LOC: tl.constexpr, TO_WEIGHT: tl.constexpr,
-    ROW: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr, EARLY: tl.constexpr,
-    BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    ROW: tl.constexpr, INDEX: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Samples [BJ] of one map each: their gradients, of which those along x and y are returned.
 
     Tiles are [BJ, BK], or have a third axis of BD channels.
     """
     group = live[:, None] & (k < K)[None, :]
-    a = tl.load(weight[:, None] + (k * w_k)[None, :], mask=group, other=0).to(ACC)
+    far = k.to(INDEX)
+    a = tl.load(weight[:, None] + (far * w_k)[None, :], mask=group, other=0).to(ACC)
     by_a = tl.zeros([BJ, BK], ACC)
     by_x = tl.zeros([BJ, BK], ACC)
     by_y = tl.zeros([BJ, BK], ACC)
@@ -168,27 +173,28 @@ def _differentiate(
         fx = fx[:, None, None]
         fy = fy[:, None, None]
         below = ((row + w) - row)[:, None, None]  # `w` for each of the points
-    from_row = value + (row * v_s)[:, None, None] + (k * v_k)[None, :, None]
-    to_row = grad_value + (row * gv_s)[:, None, None] + (k * gv_k)[None, :, None]
+    from_row = value + (row * v_s)[:, None, None] + (far * v_k)[None, :, None]
+    to_row = grad_value + (row * gv_s)[:, None, None] + (far * gv_k)[None, :, None]
     for d0 in range(0, D, BD):
         d = (d0 + _channels(BD))[None, None, :]
         if D > BD:
-            go = _load_grad(grad, d0, g_d, K, D, BK, BD, ACC)
+            go = _load_grad(grad, d0, g_d, K, D, INDEX, BK, BD, ACC)
         if NEAREST:
             n00 = _corner(counts, k, d, K, D, BK, BD)
             if TO_WEIGHT:
-                v00 = tl.load(from_row + d * v_d, mask=n00, other=0).to(ACC)
+                v00 = tl.load(from_row + d.to(INDEX) * v_d, mask=n00, other=0).to(ACC)
                 by_a += taps.dot(go, v00, 2, INTERPRET)
             if TO_VALUE:
                 wait(EARLY)
-                tl.atomic_add(to_row + d * gv_d, go * a[:, :, None], mask=n00, sem="relaxed")
+                to = to_row + d.to(INDEX) * gv_d
+                tl.atomic_add(to, go * a[:, :, None], mask=n00, sem="relaxed")
         else:
             n00 = _corner(m00, k, d, K, D, BK, BD)
             n01 = _corner(m01, k, d, K, D, BK, BD)
             n10 = _corner(m10, k, d, K, D, BK, BD)
             n11 = _corner(m11, k, d, K, D, BK, BD)
             if TO_LOC or TO_WEIGHT:
-                at = from_row + d * v_d
+                at = from_row + d.to(INDEX) * v_d
                 v00 = tl.load(at, mask=n00, other=0).to(ACC)
                 v01 = tl.load(at + v_s, mask=n01, other=0).to(ACC)
                 at += below * v_s
@@ -204,7 +210,7 @@ def _differentiate(
                     by_y += taps.dot(go, bottom - top, 2, INTERPRET)
             if TO_VALUE:
                 wait(EARLY)
-                to = to_row + d * gv_d
+                to = to_row + d.to(INDEX) * gv_d
                 ga = go * a[:, :, None]
                 c00, c01, c10, c11 = taps.coefficients(fx, fy)
                 tl.atomic_add(to, ga * c00, mask=n00, sem="relaxed")
@@ -215,7 +221,7 @@ def _differentiate(
     # A sample that does not count gives zero, whatever the incoming gradient holds.
     if TO_WEIGHT:
         by_a = tl.where(counts[:, None], by_a, 0)
-        tl.store(grad_weight[:, None] + (k * gw_k)[None, :], by_a, mask=group)
+        tl.store(grad_weight[:, None] + (far * gw_k)[None, :], by_a, mask=group)
     dx = tl.zeros([BJ], ACC)
     dy = tl.zeros([BJ], ACC)
     if TO_LOC:
@@ -246,12 +252,13 @@ def _channels(BD: tl.constexpr):
 @triton.jit
 def _load_grad(
     grad, d0, g_d: tl.constexpr,
-    K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr,
+    BK: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The incoming gradient [BJ, BK, BD], the same for a query's points, laid out as they are."""
     d = d0 + _channels(BD)
     column = ((tl.arange(0, BK) < K)[:, None] & (d < D)[None, :])[None, :, :]
-    return tl.load(grad + (d * g_d)[None, None, :], mask=column, other=0).to(ACC)
+    return tl.load(grad + (d.to(INDEX) * g_d)[None, None, :], mask=column, other=0).to(ACC)
 
 
 @triton.jit

@@ -55,9 +55,9 @@ def tap(
     those of metadata that lie would come round in 32.
     """
     q = j // (V * P * R)
-    v = j // (P * R) % V
-    p = j // R % P
-    r = j % R
+    v = (j // (P * R) % V).to(tl.int64)
+    p = (j // R % P).to(tl.int64)
+    r = (j % R).to(tl.int64)
     at = loc + n * l_n + q.to(tl.int64) * l_q + g.to(tl.int64) * l_g + v * l_v + p * l_p
     x, y = taps.load_position(at, l_c, live, False, POS)
     h, w, start, _ = taps.load_map(shapes, starts, v * R + r, live, S, False, tl.int64)
@@ -169,8 +169,8 @@ def collect(
     g = ((first + pair) % G).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     counts = c < K * D
-    k = c // D
-    d = c % D
+    k = (c // D).to(tl.int64)
+    d = (c % D).to(tl.int64)
     bounds += pair.to(tl.int64) * (S + 1)
     grad += n * g_n + g * g_g + k * g_k + d * g_d  # [BC]
     weight += n * w_n + g * w_g + k * w_k
@@ -247,6 +247,7 @@ def _around(
         q = (j // (V * P * R)).to(tl.int64)
         come = tl.load(grad[None, :] + (q * g_q)[:, None], mask=both, other=0).to(ACC)
         if K > 1:
+            j = j.to(tl.int64)
             by = q * w_q + j // (P * R) % V * w_v + j // R % P * w_p + j % R * w_r
             come *= tl.load(weight[None, :] + by[:, None], mask=both, other=0).to(ACC)
         acc += come * a[:, None]

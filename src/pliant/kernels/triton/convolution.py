@@ -190,7 +190,7 @@ def convolve(
     input += n * H * W * C
     offset += n * o_n
     modulation += n * a_n
-    weight += (co * (K * CG))[:, None]
+    weight += (co.to(ROW) * (K * CG))[:, None]
     begin = tl.program_id(1) * PART
     end = tl.minimum(begin + PART, STEPS)
     v00, v01, v10, v11, c00, c01, c10, c11 = _corners(
@@ -397,7 +397,8 @@ class Convolution:
         end = {"BIAS": bias is not None, "LAST": last}
         self.pixels, self.filters = to_channels_last(input), to_channels_last(weight)
         self.parts = None if splits == 1 else (splits, n, co, ho, wo)
-        choices = options(input, offset, mask, weight.new_empty((1, co, ho, wo), device="meta"))
+        made = weight.new_empty((1, co, ho, wo), device="meta")
+        choices = options(input, offset, mask, made, weight[None])
         shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
         self.convolve = Launch(
             convolve, (blocks, splits),

@@ -69,7 +69,7 @@ def _cell(
     )  # fmt: skip
     # row = y * W + x of the corner 00, where y and x may be -1; x is if no left corner is read.
     y = (row + W + tl.where(m00 | m10, 0, 1)) // W
-    cell = (n * G + g) * ((H + 1) * (W + 1)) + row + W + 1 + y
+    cell = (n * G + g) * ((H.to(ROW) + 1) * (W + 1)) + row + W + 1 + y
     return n, g, k, q, cell, m00 | m01 | m10 | m11, fx, fy
 
 
@@ -147,7 +147,7 @@ def collect(
     begin = tl.program_id(0).to(ROW) * BP
     for p in range(begin, tl.minimum(begin + BP, pixels)):
         pixel = start + p
-        n = pixel // (H * W)
+        n = pixel // (H.to(ROW) * W)
         cell = ((n * G + g) * (H + 1) + pixel // W % H) * (W + 1) + pixel % W
         # Samples of the cells above, left and right, follow one another; so do those below.
         above = tl.load(bounds + cell)

@@ -43,7 +43,7 @@ def by_query(
     value += n * v_n + first_g * v_g
     loc += n * l_n + first_g * l_g
     weight += n * w_n + first_g * w_g
-    column = (d * v_d)[None, :] + (g * v_g)[:, None]
+    column = (d.to(ROW) * v_d)[None, :] + (g * v_g)[:, None]
     acc = tl.zeros([BQ * BG, BD], ACC)
     loc += q * l_q + g * l_g
     weight += q * w_q + g * w_g
@@ -98,15 +98,17 @@ def _add_map(
 ):  # fmt: skip
     """`acc` [queries, channels] plus each query's samples of map `m`."""
     h, w, start, _ = taps.load_map(shapes, starts, m, None, S, HONEST, ROW)
-    loc += m // R * l_v
-    weight += m // R * w_v + m % R * w_r
+    view = tl.cast(m // R, ROW)
+    loc += view * l_v
+    weight += view * w_v + tl.cast(m % R, ROW) * w_r
     for first in range(0, P, BP):
         for i in tl.static_range(BP):
-            x, y = taps.load_position(loc + (first + i) * l_p, l_c, None, PAIR, POS)
+            p = tl.cast(first + i, ROW)
+            x, y = taps.load_position(loc + p * l_p, l_c, None, PAIR, POS)
             if not WEIGHT_PAIR:
-                a = tl.load(weight + (first + i) * w_p).to(ACC)
+                a = tl.load(weight + p * w_p).to(ACC)
             elif i % 2 == 0:
-                a0, a1 = taps.load_pair(weight + (first + i) * w_p, None)
+                a0, a1 = taps.load_pair(weight + p * w_p, None)
                 a = a0.to(ACC)
             else:
                 a = a1.to(ACC)
@@ -211,13 +213,15 @@ def by_point(
     value += n * v_n + g * v_g
     loc += n * l_n + q * l_q + g * l_g
     weight += n * w_n + q * w_q + g * w_g
-    column = (c // D * v_k + c % D * v_d)[None, :]
-    group = (c // D * w_k)[None, :]
+    k = (c // D).to(ROW)
+    column = (k * v_k + (c % D).to(ROW) * v_d)[None, :]
+    group = (k * w_k)[None, :]
     acc = tl.zeros([BP, BC], ACC)
     for b in range(tl.program_id(2), V * ((P + BP - 1) // BP), SPLITS):
-        v = b // ((P + BP - 1) // BP)
+        v = tl.cast(b // ((P + BP - 1) // BP), ROW)
         p = b % ((P + BP - 1) // BP) * BP + tl.arange(0, BP)
         live = p < P
+        p = p.to(ROW)
         x, y = taps.load_position(loc + v * l_v + p * l_p, l_c, live, PAIR, POS)
         if SKIP:
             live = live & taps.inside(x, y)
@@ -225,7 +229,7 @@ def by_point(
             for r in range(R):
                 m = v * R + r
                 h, w, start, honest = taps.load_map(shapes, starts, m, None, S, False, tl.int64)
-                by = (weight + (v * w_v + p * w_p + r * w_r))[:, None] + group
+                by = (weight + (v * w_v + p * w_p + tl.cast(r, ROW) * w_r))[:, None] + group
                 if honest:  # always, unless the metadata lie
                     acc = _add_points(
                         acc, value, by, x, y, h.to(ROW), w.to(ROW), start.to(ROW), S, live,

@@ -84,7 +84,7 @@ def gather(
     n = (pair // G).to(tl.int64)
     g = (pair % G).to(tl.int64)
     d = tl.arange(0, BD)
-    grad += n * g_n + g * g_g + d * g_d  # [BD]
+    grad += n * g_n + g * g_g + d.to(tl.int64) * g_d  # [BD]
     chains += pair.to(tl.int64) * (S + 1) + row
     own = tl.load(chains + 1, mask=stored, other=0)
     left = tl.load(chains, mask=stored & (not NEAREST), other=0)
@@ -99,7 +99,8 @@ def gather(
         i, left, corner = _next(before, left, corner)
         before, what, c0, c1 = _entry(entries, i, BR, ACC)  # on its way while gradients come
         acc += come * c[:, None]
-    at = grad_value + n * gv_n + g * gv_g + row.to(tl.int64)[:, None] * gv_s + d[None, :] * gv_d
+    at = grad_value + n * gv_n + g * gv_g + row.to(tl.int64)[:, None] * gv_s
+    at += (d.to(tl.int64) * gv_d)[None, :]
     # What is written must not drive out of the cache what is still to be read.
     inside = stored[:, None] & (d < D)[None, :]
     tl.store(at, acc, mask=inside, eviction_policy="evict_first")
