@@ -1,35 +1,73 @@
 """The GPU kernels under NVIDIA's compute-sanitizer: `make sanitize`.
 
-memcheck sees hostile input, racecheck and initcheck ordinary input. With the word "hostile" or
-"ordinary" this runs the problems themselves, so that a sanitizer can be given it.
+memcheck sees hostile input, racecheck and initcheck ordinary input. With a kind of input and the
+name of an operator this runs the problems themselves, so that a sanitizer can be given it.
 """
 
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import triton.language as tl
 
-from pliant.kernels.triton import launch, tuning
+from pliant.kernels.triton import convolution, convolution_backward, launch, sum as sums, tuning
 from pliant.sampling import direct
 from pliant.testing import CASES, run
-from pliant.testing.cases import POSITIONS, Case
+from pliant.testing.cases import (
+    OPERATORS,
+    POSITIONS,
+    Case,
+    aggregation,
+    attention,
+    columns,
+    convolution as conv,
+    geometric,
+)
 
-SUMS = ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention")
-TOOLS = {"memcheck": "hostile", "racecheck": "ordinary", "initcheck": "ordinary"}
+SUMS = OPERATORS[:3]
+ATTENTION, AGGREGATION, GEOMETRIC, CONVOLUTION, COLUMNS = OPERATORS
+
+# initcheck does not see cuBLAS's asynchronous stores, so it gets no products that are large.
+TOOLS = {"memcheck": "hostile", "racecheck": "ordinary", "initcheck": "small"}
 
 # Cases whose tiles differ: layouts are converted through shared memory in some of them.
-CHOSEN = {
+NAMED = {
     "plain", "strided", "channels-last", "mostly-outside", "far-outside", "far-offsets",
     "head-dim-37", "points-9", "points-13", "points-15", "int64-positions", "six-cameras",
     "groups-8", "channels-147", "channels-19", "awkward", "depthwise",
 }  # fmt: skip
-MODES = ("plain", "parts", "lists", "deterministic")
-DTYPES = (torch.float32, torch.float16)
+# Heads, channels and kernels of models, and blocks of everything that do not fit.
+PYRAMID = ((9, 7), (5, 4), (3, 2), (1, 2))
+MODELS = [
+    Case(
+        "encoder", ATTENTION,
+        attention(queries=12, heads=8, channels=32, points=4, levels=PYRAMID),
+    ),
+    Case("cameras", AGGREGATION, aggregation(cameras=[PYRAMID] * 6, channels=256, groups=8)),
+    Case("map", GEOMETRIC, geometric(heads=8, channels=32, points=4, levels=PYRAMID[:1])),
+    Case("small-images", CONVOLUTION, conv(channels=32, out_channels=32, kernel=(5, 5))),
+    Case("wide", CONVOLUTION, conv(channels=64, out_channels=256, size=(9, 11))),
+    Case("middle", CONVOLUTION, conv(channels=70, out_channels=140, size=(3, 50), kernel=(1, 2))),
+    Case("blocks", COLUMNS, columns(conv(channels=70, size=(3, 50), kernel=(1, 2)))),
+]  # fmt: skip
+PRODUCTS = {"wide", "middle"}  # of matrices so large that cuBLAS stores them asynchronously
+CHOSEN = [case for case in CASES if case.id in NAMED] + MODELS
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+# The backward as it comes, by lists, sorted, in parts of the batch or chunks of the columns; tiles
+# of several queries, places of 64 bits, products of tf32.
+ALL = {"plain": (F32, F16, BF16, F64), "lists": (F32, F16), "deterministic": (F32, F16)}
+MODES = {  # of the cases in MODELS and the plain ones
+    **{operator: {"parts": (F32, F16), "many": (F32, F16), "far": (F32, F16)} for operator in SUMS},
+    CONVOLUTION: {"chunks": (F32, F16), "far": (F32, F16), "tf32": (F32,)},
+    COLUMNS: {"chunks": (F32, F16), "far": (F32, F16)},
+}
 
 POSITION = [
     torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 3e9, 2.0**31, -(2.0**31), 1e6, -1.0, -0.5, 0, 1,
@@ -42,41 +80,55 @@ MAPS = [
 
 def main(arguments: list[str]) -> int:
     if arguments:
-        print(sum(1 for _ in work(arguments[0] == "hostile", "cuda")), "problems")
+        kind, operator = arguments
+        print(sum(1 for _ in work(kind, operator, "cuda")), "problems")
         return 0
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or not torch.cuda.is_available():
         print("A CUDA device and compute-sanitizer are needed.", file=sys.stderr)
         return 2
-    command = [sys.executable, __file__]
-    for kind in set(TOOLS.values()):  # compile, which would take longer under a sanitizer
-        subprocess.run([*command, kind], check=True)
-    started = {
-        tool: subprocess.Popen(
-            [sanitizer, "--tool", tool, "--error-exitcode", "1", *command, kind],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for tool, kind in TOOLS.items()
-    }  # fmt: skip
+
+    def start(command: list[str]) -> tuple[int, str]:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return done.returncode, done.stdout
+
     failed = 0
-    for tool, process in started.items():
-        said, _ = process.communicate()
-        print(f"== {tool}, {TOOLS[tool]}: {'FAILED' if process.returncode else 'clean'}\n{said}")
-        failed += process.returncode != 0
+    check = [sanitizer, "--error-exitcode", "1", "--tool"]
+    with ThreadPoolExecutor(12) as pool:
+        for operator in OPERATORS:  # compile, which would take longer under a sanitizer
+            pool.submit(start, [sys.executable, __file__, "ordinary", operator])
+            pool.submit(start, [sys.executable, __file__, "hostile", operator])
+    with ThreadPoolExecutor(12) as pool:
+        runs = {
+            (tool, operator): pool.submit(
+                start, [*check, tool, sys.executable, __file__, kind, operator]
+            )
+            for tool, kind in TOOLS.items()
+            for operator in OPERATORS
+        }
+        for (tool, operator), done in runs.items():
+            status, said = done.result()
+            failed += status != 0
+            brief = ", ".join(line.strip("= ") for line in said.splitlines()[1:])
+            verdict = f"FAILED\n{said}" if status else f"clean: {brief}"
+            print(f"{tool}, {TOOLS[tool]}, {operator}: {verdict}", flush=True)
     return 1 if failed else 0
 
 
-def work(hostile: bool, device: str) -> Iterator[str]:
+def work(kind: str, operator: str, device: str) -> Iterator[str]:
     """Run the problems, forward and backward; says of each what it was."""
-    for case in CASES:
-        if str(case).removeprefix(f"{case.operator}-") not in CHOSEN:
+    for case in CHOSEN:
+        if case.operator != operator or (kind == "small" and case.id in PRODUCTS):
             continue
-        for dtype in DTYPES:
-            for kind in MODES if case.operator in SUMS else ("plain", "deterministic"):
-                for inputs, grad in problems(case, dtype, device, hostile):
-                    with mode(kind):
-                        run(case.operator, inputs, "triton", grad_output=grad)
-                    yield f"{case} {dtype} {kind}"
+        ways = ALL if operator in SUMS else {way: ALL[way] for way in ALL if way != "lists"}
+        if case.id == "plain" or case in MODELS:
+            ways = {**ways, **MODES[operator]}
+        for way, dtypes in ways.items():
+            for dtype in dtypes:
+                for inputs, grad in problems(case, dtype, device, kind == "hostile"):
+                    with mode(way):
+                        run(operator, inputs, "triton", grad_output=grad)
+                    yield f"{case} {dtype} {way}"
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -112,20 +164,33 @@ def problems(
 
 
 @contextmanager
-def mode(kind: str) -> Iterator[None]:
-    """The backward in parts of one item, by lists, in the deterministic mode, or as it comes."""
+def mode(way: str) -> Iterator[None]:
+    """What decides how a backward is computed, set to one of the ways."""
+    tile, options = tuning.backward_tile, convolution.options
+    rules: dict[str, list[tuple[Any, str, Any]]] = {
+        "lists": [(tuning, "by_list", lambda value, *_: value.shape[3] == 1)],
+        "parts": [(tuning, "batch_parts", lambda batch, *_: batch)],
+        "many": [(tuning, "backward_tile", lambda programs, *sizes: tile(1 << 16, *sizes))],
+        "far": [
+            (sums, "_row_type", lambda *_: tl.int64),
+            (convolution, "options", lambda *x: {**options(*x), "ROW": tl.int64}),
+        ],
+        "chunks": [
+            (convolution_backward, "SCRATCH_BYTES", 20_000),
+            (tuning, "filter_parts", lambda rows, *_: 2 - rows % 2),
+        ],
+    }
+    precise = torch.backends.cuda.matmul.allow_tf32
+    before = torch.are_deterministic_algorithms_enabled()
     with ExitStack() as stack:
         for module, name in ((launch, "_remembered"), (direct, "_plans")):
             stack.enter_context(mock.patch.object(module, name, {}))
-        rules = {
-            "parts": ("batch_parts", lambda batch, *_: batch),
-            "lists": ("by_list", lambda value, *_: value.shape[3] == 1),
-        }
-        if kind in rules:
-            stack.enter_context(mock.patch.object(tuning, *rules[kind]))
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(kind == "deterministic", warn_only=True)
+        for rule in rules.get(way, []):
+            stack.enter_context(mock.patch.object(*rule))
+        torch.use_deterministic_algorithms(way == "deterministic", warn_only=True)
         stack.callback(torch.use_deterministic_algorithms, before)
+        torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
+        stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", precise)
         yield
 
 

@@ -13,7 +13,7 @@ import pliant
 from pliant.sampling import direct, ops, reference
 from pliant.sampling.problem import Policy
 from pliant.testing import CASES, DIFFERENTIABLE, run, verify
-from pliant.testing.cases import aggregation, attention, geometric
+from pliant.testing.cases import OPERATORS, aggregation, attention, geometric
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
@@ -792,15 +792,51 @@ def test_the_public_function_reaches_these_kernels():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hostile", "ordinary"][: 1 + GPU])
 def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
-    """Of each operator the plain case, in every way of the backward."""
-    monkeypatch.setattr(sanitize, "CHOSEN", {"plain"})
-    monkeypatch.setattr(sanitize, "DTYPES", (F16,))
+    """Of each operator the plain case, in every way."""
+    plain = [case for case in sanitize.CHOSEN if case.id == "plain"]
+    monkeypatch.setattr(sanitize, "CHOSEN", plain)
+    one = {operator: dict.fromkeys(ways, (F16,)) for operator, ways in sanitize.MODES.items()}
+    monkeypatch.setattr(sanitize, "ALL", dict.fromkeys(sanitize.ALL, (F16,)))
+    monkeypatch.setattr(sanitize, "MODES", one)
     with (
         mock.patch.object(bins, "grad_value", wraps=bins.grad_value) as collected,
         mock.patch.object(lists, "grad_value", wraps=lists.grad_value) as listed,
     ):
-        done = list(sanitize.work(kind == "hostile", DEVICE))
-    assert len(done) == (100 if GPU and kind == "hostile" else 16)
+        done = [d for operator in OPERATORS for d in sanitize.work(kind, operator, DEVICE)]
+    assert len({d.split()[-1] for d in done}) == 8
     assert collected.called
     assert listed.called
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
+    """Whatever the rules say of them, nothing is launched."""
+    said = {}
+
+    def listen(name):
+        rule = getattr(tuning, name)
+
+        def spy(*args):
+            result = rule(*args)
+            parts = result.items() if isinstance(result, dict) else [(name, result)]
+            for key, x in parts:
+                said.setdefault((name, key), set()).add(x)
+            return result
+
+        monkeypatch.setattr(tuning, name, spy)
+
+    monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
+    for name in ("shared", "forward_tile", "backward_tile"):
+        listen(name)
+    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
+    monkeypatch.setattr(sanitize, "CHOSEN", sanitize.MODELS)
+    ways = {"plain", "lists", "deterministic", "parts", "many", "far", "chunks", "tf32"}
+    for operator in (sanitize.ATTENTION, sanitize.AGGREGATION, sanitize.CONVOLUTION):
+        ways -= {done.split()[-1] for done in sanitize.work("ordinary", operator, DEVICE)}
+    assert not ways
+    assert {4, 8} <= said["shared", "shared"]
+    assert {1, 4} <= said["backward_tile", "BQ"]
+    assert {32, 128, 256} <= said["forward_tile", "BN"]
+    assert {4, 8} <= said["forward_tile", "num_warps"]
+    assert {1, 2, 3} <= said["forward_tile", "num_stages"]
+    assert max(said["forward_tile", "SPLITS"]) > 1
