@@ -59,10 +59,12 @@ def shuffled_products(ptx):
     # Lanes that fuse their own with a sum get another last bit than the lane that it came from.
     products, found = set(), 0
     for line in ptx.splitlines():
-        name, to, source, *_ = (*line.replace(",", " ").split(), "", "", "")
-        if name == "mul.f32" or (name == "mov.b32" and source in products):
-            products.add(to)
-        found += name.startswith("shfl.sync.bfly") and source in products
+        name, *registers = (*line.translate(str.maketrans(",{};|", "     ")).split(), "")
+        apart = "{" in line.partition(",")[0]  # the halves of one register, put into two
+        to, read = (registers[:2], registers[2:]) if apart else (registers[:1], registers[1:])
+        if name in ("mul.f32", "mul.f64") or (name[:4] == "mov." and products & set(read)):
+            products |= set(to)
+        found += name.startswith("shfl.sync.bfly") and bool(products & set(read))
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 import pliant
 from pliant.sampling import direct, ops, reference
 from pliant.sampling.problem import Policy
-from pliant.testing import CASES, DIFFERENTIABLE, run, verify
+from pliant.testing import CASES, DIFFERENTIABLE, incoming, run, verify
 from pliant.testing.cases import OPERATORS, aggregation, attention, geometric
 
 GPU = torch.cuda.is_available()
@@ -709,7 +709,10 @@ def test_only_what_is_asked_for_is_computed(wanted, few, monkeypatch):
     args = problem(ATTENTION)
     grad = torch.ones_like(kernels.sample_sum(*args))
     full = kernels.sample_sum_backward(grad, *args, [True] * 3)
-    some = kernels.sample_sum_backward(grad, *args, wanted)
+    with mock.patch.object(kernels, "_launch_backward", wraps=kernels._launch_backward) as launched:
+        some = kernels.sample_sum_backward(grad, *args, wanted)
+    computed = (wanted[0] and not few, *wanted[1:])
+    assert {call.args[-1] for call in launched.call_args_list} == ({computed} - {(False,) * 3})
     for a, b, need in zip(some, full, wanted, strict=True):
         assert (a is not None) == need
         if a is not None:
@@ -737,17 +740,35 @@ def test_a_problem_is_planned_once():
     compare(args, tolerance=3e-6)
 
 
+@pytest.mark.parametrize("operator", SUMS)
+def test_metadata_of_which_some_lie_on_the_host(operator):
+    inputs = next(c for c in CASES if c.operator == operator).make(F32, DEVICE, 0)
+    names = list(inputs)[1:3]
+    expected, _ = run(operator, inputs, "triton")
+    for name in names:
+        there = {n: inputs[n].to(DEVICE) for n in names} | {name: inputs[name].tolist()}
+        assert torch.equal(run(operator, inputs | there, "triton")[0], expected)
+
+
 @gpu_only
 @pytest.mark.parametrize("operator", SUMS)
-@pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
-def test_no_synchronisation_and_graph_capture(operator, few, monkeypatch):
+@pytest.mark.parametrize("way", ["added", "listed", "sorted"])
+@pytest.mark.parametrize("on_host", [0, 1, 2], ids=["device", "mixed", "host"])
+def test_no_synchronisation_and_graph_capture(operator, way, on_host, monkeypatch):
     monkeypatch.setattr(direct, "_plans", {})
-    monkeypatch.setattr(tuning, "by_list", few_samples if few else lambda *_: False)
+    monkeypatch.setattr(tuning, "by_list", few_samples if way == "listed" else lambda *_: False)
+    torch.use_deterministic_algorithms(way == "sorted")
     case = next(c for c in CASES if c.operator == operator)
-    inputs = case.make(F32, "cuda", 0)
-    for name, x in inputs.items():
-        if isinstance(x, torch.Tensor):
-            inputs[name] = x.cuda()
+    inputs = case.make(F16, "cuda", 0)
+    for i, name in enumerate(list(inputs)[1:3]):
+        inputs[name] = inputs[name].tolist() if i < on_host else inputs[name].cuda()
+    try:
+        _no_synchronisation_and_graph_capture(operator, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _no_synchronisation_and_graph_capture(operator, inputs):
     out, grads = run(operator, inputs)
     leaves = [inputs[name].requires_grad_() for name in grads]
     grad = torch.ones_like(out)
@@ -765,6 +786,103 @@ def test_no_synchronisation_and_graph_capture(operator, few, monkeypatch):
     torch.cuda.synchronize()
     for a, b in zip(captured, once, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
+def test_what_repeats_to_the_bit_where_atomic_sums_do_not(policy, dtype):
+    args = problem(policy, dtype, groups=4, channels=32, points=4, queries=3000)
+    grad = torch.randn_like(kernels.sample_sum(*args))
+    needs = [True, policy != GEOMETRIC, True]
+
+    def results():
+        return kernels.sample_sum(*args), *kernels.sample_sum_backward(grad, *args, needs)
+
+    first, *others = (results() for _ in range(10))
+    for i, (a, *rest) in enumerate(zip(first, *others, strict=True)):
+        if i == 1:
+            assert dtype == F16 or not all(torch.equal(a, b) for b in rest)
+        elif a is not None:
+            assert all(torch.equal(a, b) for b in rest)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (results() for _ in range(10))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, *rest in zip(first, *others, strict=True):
+        assert a is None or all(torch.equal(a, b) for b in rest)
+
+
+@gpu_only
+@pytest.mark.parametrize("way", ["added", "listed"])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+def test_memory_of_the_backward_is_a_copy_of_the_features_in_float32_at_most(
+    dtype, way, monkeypatch
+):
+    monkeypatch.setattr(tuning, "by_list", lambda *_: way == "listed")
+    make = attention(batch=4, levels=((200, 200),), queries=900, heads=8, channels=32, points=4)
+    inputs = make(dtype, "cuda", 0)
+    out, _ = run(SUMS[0], inputs)
+    leaves = [inputs[name].requires_grad_() for name in DIFFERENTIABLE[SUMS[0]]]
+    out = pliant.multi_scale_deformable_attn(**inputs)
+    grad = torch.randn_like(out)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, leaves, grad)
+    extra = torch.cuda.max_memory_allocated() - before
+    extra -= sum(x.numel() * x.element_size() for x in grads)
+    copy = 0 if dtype == F32 and way == "added" else 4 * leaves[0].numel()
+    assert extra <= copy + (2 << 20)
+
+
+@gpu_only
+@pytest.mark.parametrize("operator", SUMS)
+def test_runs_on_the_current_stream(operator):
+    """Forward and backward see what the stream has queued before: inputs that come late."""
+    inputs = next(c for c in CASES if c.operator == operator).make(F32, "cuda", 0)
+    expected = run(operator, inputs)
+    floats = {n: x for n, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()}
+    late = inputs | {name: torch.zeros_like(x) for name, x in floats.items()}
+    grad = torch.zeros_like(expected[0])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        for name, x in floats.items():
+            late[name].copy_(x)
+        grad.copy_(incoming(expected[0]))
+        got = run(operator, late, grad_output=grad)
+    stream.synchronize()
+    torch.testing.assert_close(got, expected)
+
+
+def test_another_device_than_the_current_one_becomes_it(monkeypatch):
+    class Far:
+        is_cuda, device = True, torch.device("cuda", 5)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 5, raising=False)
+    assert launch._device_of(Far()) is launch._here
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 4, raising=False)
+    assert launch._device_of(Far()).idx == 5
+
+
+@gpu_only
+def test_a_launch_that_fails_raises():
+    """Through Triton, and of a compiled kernel."""
+    x, too_many = torch.empty(4, device="cuda"), (1, 1 << 17)
+    tile = {"EARLY": False, **tuning.clear_tile()}
+    with pytest.raises(RuntimeError, match="CUDA"):
+        launch.Launch(kernels.backward.clear, too_many, (4,), **tile)(x)
+    known = launch.Launch(kernels.backward.clear, (1,), (4,), **tile)
+    known(x)
+    known.grid = (*too_many, 1)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        known(x)
+    known.grid = (1, 1, 1)
+    known(x.fill_(1))
+    assert x.tolist() == [0] * 4
 
 
 @gpu_only

@@ -67,18 +67,30 @@ def resolve(
     for name, x in ((names.shapes, shapes), (names.starts, starts)):
         if isinstance(x, Tensor) and x.device.type == "meta" != value.device.type:
             raise ValueError(f"{names.op}: {name} must hold numbers, got a meta tensor")
-    shapes = _dense(shapes, value.device)
+    shapes = _dense(shapes, read, value.device)
     if starts is None:
         heights, widths = shapes.to(torch.int64).unbind(-1)
         areas = (heights * widths).flatten()
         starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
-    return shapes, _dense(starts, value.device)
+        return shapes, starts
+    return shapes, _dense(starts, read_starts, value.device)
 
 
-def _dense(x: Metadata, device: torch.device) -> Tensor:
+def _dense(x: Metadata, read: Read, device: torch.device) -> Tensor:
     if isinstance(x, Tensor) and x.device == device and x.is_contiguous():
         return x
+    numbers, size = read
+    if numbers is not None and size is not None:
+        return _filled(numbers, device).view(size)
     return torch.as_tensor(x, device=device).contiguous()
+
+
+def _filled(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """On a device number by number: a copy would wait, and no graph could capture it."""
+    if torch.compiler.is_compiling() or device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    fills = [torch.full((1,), v, dtype=torch.int64, device=device) for v in numbers]
+    return torch.cat(fills) if fills else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def _check_sizes(names: Names, shapes: tuple[int, ...], starts: tuple[int, ...] | None) -> None:
@@ -159,11 +171,7 @@ def _from_host(
     if all(isinstance(v, int) for v in (*shapes, *starts, stored)):  # a tracer's may be symbols
         _check_values(names, shapes, starts, size, stored)
     _check_counts(names, expected, size)
-    if torch.compiler.is_compiling() or device.type == "cpu":
-        flat = torch.tensor([*shapes, *starts], dtype=torch.int64, device=device)
-    else:  # filled on the device, number by number: no wait, and a graph may capture it
-        fills = [torch.full((1,), v, dtype=torch.int64, device=device) for v in (*shapes, *starts)]
-        flat = torch.cat(fills) if fills else torch.empty(0, dtype=torch.int64, device=device)
+    flat = _filled((*shapes, *starts), device)
     return flat[: len(shapes)].view(size), flat[len(shapes) :].view(size[:-1])
 
 

@@ -316,6 +316,8 @@ CASES = [
             "head-dim-1": attention(channels=1),
             "head-dim-32": attention(channels=32, queries=3, heads=1),
             "head-dim-37": attention(channels=37, queries=2),
+            "head-dim-48": attention(channels=48, queries=2),
+            "head-dim-64": attention(channels=64, queries=2, heads=1, points=4),
             "head-dim-147": attention(channels=147, batch=1, queries=2, heads=1),
             "head-dim-256": attention(channels=256, batch=1, queries=2, heads=1, points=2),
             "points-1": attention(points=1),

@@ -15,6 +15,7 @@ This file imports no Triton, so that a machine without it can be told so.
 import functools
 import importlib
 import os
+import shutil
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,14 +46,19 @@ def missing() -> list[str]:
         reasons.append("Triton is not installed")
     if not INTERPRET and not torch.cuda.is_available():
         reasons.append("no CUDA device is available, and TRITON_INTERPRET=1 is not set")
+    if not INTERPRET and torch.version.hip is not None:
+        reasons.append("the kernels are for NVIDIA GPUs, and this torch is built for ROCm")
     return reasons
 
 
 def describe() -> str:
     """One line for `pliant info`."""
     version = importlib.import_module("triton").__version__
-    where = "interpreted on the CPU" if INTERPRET else f"on {torch.cuda.get_device_name()}"
-    return f"Triton {version}, {where}"
+    if INTERPRET:
+        return f"Triton {version}, interpreted on the CPU"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    without = "" if compiler else "; no C compiler, which Triton needs for what it has not cached"
+    return f"Triton {version}, on {torch.cuda.get_device_name()}{without}"
 
 
 def supports(value: Tensor, loc: Tensor, weight: Tensor | None) -> list[str]:

@@ -670,7 +670,9 @@ def _summed(multiply: Callable[..., Tensor], factor: Tensor) -> Callable[..., Te
 
 
 class Bins:
-    """The samples of a batch sorted by cell, stably in the deterministic mode: 24 bytes each."""
+    """The samples of a batch sorted by cell, 24 bytes each; stably in the deterministic mode, with
+    32 bytes and what `torch.sort` takes.
+    """
 
     def __init__(self, problem: Problem, like: Tensor, sort: bool) -> None:
         n, _, h, w = problem.size
