@@ -11,7 +11,7 @@ import torch
 
 import pliant
 from pliant.sampling import ops, reference
-from pliant.testing import CASES, check, incoming, run, verify
+from pliant.testing import CASES, DIFFERENTIABLE, check, incoming, run, verify
 from pliant.testing.cases import columns, convolution
 
 GPU = torch.cuda.is_available()
@@ -19,6 +19,7 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
+from test_triton_sum import spread  # noqa: E402
 
 from pliant.kernels.triton import (  # noqa: E402
     convolution as forward,
@@ -377,18 +378,33 @@ def test_float32_products_obey_pytorch():
     assert forward.precision(F32) == "tf32x3"
 
 
+@pytest.mark.parametrize("operator", ["deform_conv2d", "deform_columns"])
+def test_places_more_than_32_bits_apart(operator):
+    """Of offsets, modulations and a gradient, which are read where they are, and of the input."""
+    inputs = next(c for c in CASES if str(c) == f"{operator}-plain").make(F16, DEVICE, 0)
+    expected, grads = run(operator, inputs, "triton")
+    grad = incoming(expected)
+    for name, axis in (("input", 1), ("offset", 1), ("mask", 1), ("mask", 3), ("grad", 1)):
+        far = {} if name == "grad" else {name: spread(inputs[name], axis)}
+        come = spread(grad, axis) if name == "grad" else grad
+        got = run(operator, inputs | far, "triton", grad_output=come)
+        torch.testing.assert_close(got, (expected, grads), rtol=5e-3, atol=5e-3)
+
+
 # Only with a GPU
 
 
-@pytest.fixture
-def layer():
+@pytest.fixture(params=["deform_conv2d", "deform_columns"])
+def layer(request):
     """The inputs of a small layer, and a function that runs it forward and backward."""
-    i = convolution(batch=2, channels=64, size=(20, 30), out_channels=48)(F16, "cuda", 0)
+    make = convolution(batch=2, channels=64, size=(20, 30), out_channels=48)
+    make = make if request.param == "deform_conv2d" else columns(make)
+    i = make(F16, "cuda", 0)
     i["offset"] = i["offset"].float()
-    leaves = {n: i[n].requires_grad_() for n in ("input", "offset", "weight", "bias", "mask")}
+    leaves = {n: i[n].requires_grad_() for n in DIFFERENTIABLE[request.param]}
 
     def step():
-        out = pliant.deform_conv2d(**{**i, **leaves}, impl="triton")
+        out = getattr(pliant, request.param)(**{**i, **leaves}, impl="triton")
         return out, torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
 
     return i, step
