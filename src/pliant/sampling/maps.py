@@ -50,10 +50,12 @@ def resolve(
 
     `expected` are the sizes of `names.axes`.
     """
-    read = _host(names.op, names.shapes, shapes, (*expected, 2), tracing)
+    # Asked once a call, which takes a microsecond.
+    wait = value.is_cuda and os.environ.get("PLIANT_CHECK") == "1"
+    read = _host(names.op, names.shapes, shapes, (*expected, 2), tracing, wait)
     read_starts: Read = (None, None)
     if starts is not None:
-        read_starts = _host(names.op, names.starts, starts, expected, tracing)
+        read_starts = _host(names.op, names.starts, starts, expected, tracing, wait)
     if read[0] is not None and (starts is None or read_starts[0] is not None):
         device = value.device
         on_host = (names, expected, read, read_starts, value.shape[1], device)
@@ -118,9 +120,11 @@ def _check_given(
     _check_counts(names, expected, shapes)
 
 
-def _host(op: str, name: str, x: Metadata, expected: tuple[int, ...], tracing: bool) -> Read:
-    """The integers of `x`, flat (None if reading them would wait for a device), and its shape: as
-    `expected` where an empty list does not say.
+def _host(
+    op: str, name: str, x: Metadata, expected: tuple[int, ...], tracing: bool, wait: bool
+) -> Read:
+    """The integers of `x`, flat (None if they lie on a device, unless we may `wait` for it), and
+    its shape: as `expected` where an empty list does not say.
     """
     if isinstance(x, Tensor):
         if x.layout is not torch.strided:
@@ -128,7 +132,7 @@ def _host(op: str, name: str, x: Metadata, expected: tuple[int, ...], tracing: b
         if x.dtype not in INDEX_DTYPES:
             got = str(x.dtype).removeprefix("torch.")
             raise TypeError(f"{op}: {name} must be int32 or int64, got {got}")
-        readable = x.is_cpu or (x.is_cuda and os.environ.get("PLIANT_CHECK") == "1")
+        readable = x.is_cpu or (x.is_cuda and wait)
         if tracing or not readable or _is_wrapped(x):
             return None, x.shape
         rows = x.tolist() if x.dim() else [x.item()]
