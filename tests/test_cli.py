@@ -76,6 +76,23 @@ def test_info_tells_why_a_backend_does_not_work(
     assert any(line.startswith("  PLIANT_CHECK=1 ") for line in lines)
 
 
+def test_info_tells_of_rocm_and_of_a_missing_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    kernels = ops.backend("triton")
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    missing = kernels.missing.__wrapped__
+    assert missing() == []
+    assert kernels.describe().endswith(", on a GPU")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert missing() == ["the kernels are for NVIDIA GPUs, and this torch is built for ROCm"]
+    monkeypatch.delenv("CC")
+    assert "no C compiler" in kernels.describe()
+
+
 def test_info_needs_torch_alone() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('triton', 'rich', 'numpy', 'matplotlib')));"
