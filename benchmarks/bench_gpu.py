@@ -76,6 +76,7 @@ FIGURES = [
     Figure("dcn-128", "float16", "mmcv / torchvision", (1014, 12514), (139, 670), (300, 2400), 230),
     Figure("dcn-doc", "float32", "torchvision", (183, 1285), (24, 57), (60, 200)),
 ]  # fmt: skip
+KNOWN = {(figure.id, figure.dtype): figure for figure in FIGURES}
 
 Row = dict[str, Any]
 
@@ -331,9 +332,9 @@ def _verdicts(rows: list[Row]) -> tuple[int, list[str]]:
     """How many aims are met, and those that are missed, in words. Host time has none: it is the
     machine's as much as ours.
     """
-    known, met, missed = {(figure.id, figure.dtype): figure for figure in FIGURES}, 0, []
+    met, missed = 0, []
     for row in rows:
-        figure = known[row["id"], row["dtype"]]
+        figure = KNOWN[row["id"], row["dtype"]]
         if row["positions"] != WORKLOADS[row["id"]].positions or figure.aim is None:
             continue
         got = [("forward", row["forward"], figure.aim[0])]
@@ -354,9 +355,8 @@ def _table(rows: list[Row]) -> Table:
     names += ",host / bare,error,MiB"
     for name in names.split(","):
         table.add_column(name, justify="left" if name in ("case", "dtype") else "right")
-    known = {(figure.id, figure.dtype): figure for figure in FIGURES}
     for row in rows:
-        figure, ours = known[row["id"], row["dtype"]], (row["forward"], row["backward"])
+        figure, ours = KNOWN[row["id"], row["dtype"]], (row["forward"], row["backward"])
         own = row["positions"] == WORKLOADS[row["id"]].positions
         peer, floor, aim = (t if own else None for t in (figure.peer, figure.floor, figure.aim))
         table.add_row(

@@ -12,14 +12,13 @@ import torch
 import pliant
 from pliant.sampling import ops, reference
 from pliant.testing import CASES, DIFFERENTIABLE, check, incoming, run, verify
-from pliant.testing.cases import columns, convolution
+from pliant.testing.cases import columns, convolution, spread
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
-from test_triton_sum import spread  # noqa: E402
 
 from pliant.kernels.triton import (  # noqa: E402
     convolution as forward,

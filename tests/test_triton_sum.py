@@ -13,13 +13,12 @@ import pliant
 from pliant.sampling import direct, ops, reference
 from pliant.sampling.problem import Policy
 from pliant.testing import CASES, DIFFERENTIABLE, incoming, run, verify
-from pliant.testing.cases import OPERATORS, aggregation, attention, geometric
+from pliant.testing.cases import aggregation, attention, geometric, spread
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-import sanitize  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
@@ -145,17 +144,6 @@ def test_extents_decide_the_integers():
     # The sum of all offsets fits, but not the width of a map that is one line of all rows.
     line = torch.empty_strided((1, 2**14, 1, 1, 8), (2**31, 2**17, 8, 8, 1), device="meta")
     assert kernels._row_type(line) == tl.int64
-
-
-def spread(x, axis):
-    """The same numbers, the last of which lies 2**31 elements from the first along `axis`."""
-    strides, step = [], 1
-    for i in reversed(range(x.dim())):
-        strides.insert(0, step if i != axis else 2**31 // (x.shape[i] - 1))
-        step *= x.shape[i] if i != axis else 1
-    storage = torch.UntypedStorage((2**31 + step) * x.element_size(), device=x.device)
-    far = torch.empty(0, dtype=x.dtype, device=x.device)
-    return far.set_(storage, 0, x.shape, strides).copy_(x)
 
 
 @pytest.mark.parametrize("way", ["added", "sorted", "listed"])
@@ -886,18 +874,13 @@ def test_a_launch_that_fails_raises():
 
 
 @gpu_only
-def test_the_tensors_own_device_and_the_current_stream():
+def test_runs_on_the_device_of_its_tensors():
+    """Not the current one, if there is another."""
     args = problem(ATTENTION)
-    expected = kernels.sample_sum(*args)
-    stream = torch.cuda.Stream(torch.cuda.device_count() - 1)
-    moved = [a.to(stream.device) if isinstance(a, torch.Tensor) else a for a in args]
-    torch.cuda.synchronize(stream.device)
-    with torch.cuda.stream(stream):
-        moved[0].mul_(2)
-        out = kernels.sample_sum(*moved)
-    stream.synchronize()
-    assert out.device == stream.device
-    torch.testing.assert_close(out.to(expected.device), expected * 2)
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    out = kernels.sample_sum(*(a.to(device) if torch.is_tensor(a) else a for a in args))
+    assert out.device == device
+    torch.testing.assert_close(out.to(DEVICE), kernels.sample_sum(*args))
 
 
 def test_the_public_function_reaches_these_kernels():
@@ -905,56 +888,3 @@ def test_the_public_function_reaches_these_kernels():
     with ops.record() as calls:
         run(SUMS[0], inputs, "triton")
     assert calls == [("sample_sum", "triton"), ("sample_sum_backward", "triton")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hostile", "ordinary"][: 1 + GPU])
-def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
-    """Of each operator the plain case, in every way."""
-    plain = [case for case in sanitize.CHOSEN if case.id == "plain"]
-    monkeypatch.setattr(sanitize, "CHOSEN", plain)
-    one = {operator: dict.fromkeys(ways, (F16,)) for operator, ways in sanitize.MODES.items()}
-    monkeypatch.setattr(sanitize, "ALL", dict.fromkeys(sanitize.ALL, (F16,)))
-    monkeypatch.setattr(sanitize, "MODES", one)
-    with (
-        mock.patch.object(bins, "grad_value", wraps=bins.grad_value) as collected,
-        mock.patch.object(lists, "grad_value", wraps=lists.grad_value) as listed,
-    ):
-        done = [d for operator in OPERATORS for d in sanitize.work(kind, operator, DEVICE)]
-    assert len({d.split()[-1] for d in done}) == 8
-    assert collected.called
-    assert listed.called
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
-    """Whatever the rules say of them, nothing is launched."""
-    said = {}
-
-    def listen(name):
-        rule = getattr(tuning, name)
-
-        def spy(*args):
-            result = rule(*args)
-            parts = result.items() if isinstance(result, dict) else [(name, result)]
-            for key, x in parts:
-                said.setdefault((name, key), set()).add(x)
-            return result
-
-        monkeypatch.setattr(tuning, name, spy)
-
-    monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
-    for name in ("shared", "forward_tile", "backward_tile"):
-        listen(name)
-    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
-    monkeypatch.setattr(sanitize, "CHOSEN", sanitize.MODELS)
-    ways = {"plain", "lists", "deterministic", "parts", "many", "far", "chunks", "tf32"}
-    for operator in (sanitize.ATTENTION, sanitize.AGGREGATION, sanitize.CONVOLUTION):
-        ways -= {done.split()[-1] for done in sanitize.work("ordinary", operator, DEVICE)}
-    assert not ways
-    assert {4, 8} <= said["shared", "shared"]
-    assert {1, 4} <= said["backward_tile", "BQ"]
-    assert {32, 128, 256} <= said["forward_tile", "BN"]
-    assert {4, 8} <= said["forward_tile", "num_warps"]
-    assert {1, 2, 3} <= said["forward_tile", "num_stages"]
-    assert max(said["forward_tile", "SPLITS"]) > 1

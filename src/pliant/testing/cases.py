@@ -237,6 +237,20 @@ def strided(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, -1).permute(order).contiguous().permute(order)[..., ::2]
 
 
+def spread(tensor: Tensor, axis: int) -> Tensor:
+    """Equal, but the last along `axis` lies 2**31 elements from the first; no other memory is
+    touched.
+    """
+    strides: list[int] = []
+    step = 1
+    for i in reversed(range(tensor.dim())):
+        strides.insert(0, step if i != axis else 2**31 // (tensor.shape[i] - 1))
+        step *= tensor.shape[i] if i != axis else 1
+    storage = torch.UntypedStorage((2**31 + step) * tensor.element_size(), device=tensor.device)
+    far = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return far.set_(storage, 0, tensor.shape, strides).copy_(tensor)
+
+
 def expanded(tensor: Tensor) -> Tensor:
     """The first entry along the first axis for all of it, with stride 0."""
     return tensor[:1].expand(tensor.shape) if tensor.shape[0] else tensor

@@ -1,0 +1,74 @@
+"""What `make sanitize` gives compute-sanitizer: it runs, and has the tiles of models."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from pliant.testing.cases import OPERATORS
+
+GPU = torch.cuda.is_available()
+if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+import sanitize  # noqa: E402
+
+from pliant.kernels.triton import bins, launch, lists, tuning  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hostile", "ordinary"][: 1 + GPU])
+def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
+    """Of each operator the plain case, in every way."""
+    plain = [case for case in sanitize.CHOSEN if case.id == "plain"]
+    monkeypatch.setattr(sanitize, "CHOSEN", plain)
+    one = {
+        operator: dict.fromkeys(ways, (torch.float16,)) for operator, ways in sanitize.MODES.items()
+    }
+    monkeypatch.setattr(sanitize, "ALL", dict.fromkeys(sanitize.ALL, (torch.float16,)))
+    monkeypatch.setattr(sanitize, "MODES", one)
+    with (
+        mock.patch.object(bins, "grad_value", wraps=bins.grad_value) as collected,
+        mock.patch.object(lists, "grad_value", wraps=lists.grad_value) as listed,
+    ):
+        done = [d for operator in OPERATORS for d in sanitize.work(kind, operator, DEVICE)]
+    assert len({d.split()[-1] for d in done}) == 8
+    assert collected.called
+    assert listed.called
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
+    """Whatever the rules say of them, nothing is launched."""
+    said = {}
+
+    def listen(name):
+        rule = getattr(tuning, name)
+
+        def spy(*args):
+            result = rule(*args)
+            parts = result.items() if isinstance(result, dict) else [(name, result)]
+            for key, x in parts:
+                said.setdefault((name, key), set()).add(x)
+            return result
+
+        monkeypatch.setattr(tuning, name, spy)
+
+    monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
+    for name in ("shared", "forward_tile", "backward_tile"):
+        listen(name)
+    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
+    monkeypatch.setattr(sanitize, "CHOSEN", sanitize.MODELS)
+    ways = {"plain", "lists", "deterministic", "parts", "many", "far", "chunks", "tf32"}
+    for operator in (sanitize.ATTENTION, sanitize.AGGREGATION, sanitize.CONVOLUTION):
+        ways -= {done.split()[-1] for done in sanitize.work("ordinary", operator, DEVICE)}
+    assert not ways
+    assert {4, 8} <= said["shared", "shared"]
+    assert {1, 4} <= said["backward_tile", "BQ"]
+    assert {32, 128, 256} <= said["forward_tile", "BN"]
+    assert {4, 8} <= said["forward_tile", "num_warps"]
+    assert {1, 2, 3} <= said["forward_tile", "num_stages"]
+    assert max(said["forward_tile", "SPLITS"]) > 1
