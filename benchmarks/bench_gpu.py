@@ -7,6 +7,9 @@ turns: what a loaded machine adds to one it adds to the other. Peers' figures we
 NVIDIA H200 and are ratios worth only there, with positions of the features' dtype; in float16 a row
 more has them in float32. torchvision runs beside the convolution where it can be imported. An
 operator whose named cases fail is not timed.
+
+With --apart the features of a sum lie channel by channel, as a convolution leaves them; the peers'
+kernels take them pixel by pixel.
 """
 
 import argparse
@@ -29,6 +32,7 @@ import pliant
 from pliant import testing
 from pliant.compat.torch_npu import npu_deformable_conv2d
 from pliant.testing import DIFFERENTIABLE, WORKLOADS
+from pliant.testing.cases import turned
 
 Times = tuple[float, float]  # microseconds, forward and backward
 PRECISE = "float32"  # what is said of positions that are more precise than the features
@@ -105,7 +109,7 @@ def main() -> int:
         if figure.dtype == "float16":
             kinds += [f"{own} {PRECISE}"]
         for positions in kinds:
-            rows.append(_row(figure, positions))
+            rows.append(_row(figure, positions, arguments.apart))
             console.print(_line(rows[-1]))
             if arguments.json:  # so far, should the rest be cut off
                 save(arguments.json, {"rows": rows, "refused": refused})
@@ -122,11 +126,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--case", action="append", choices=sorted({figure.id for figure in FIGURES})
     )
+    parser.add_argument("--apart", action="store_true", help="features [N, C, pixels] in memory")
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
     return parser.parse_args()
 
 
-def _row(figure: Figure, positions: str) -> Row:
+def _row(figure: Figure, positions: str, apart: bool) -> Row:
     operator = WORKLOADS[figure.id].operator
     dtype = torch.float32 if figure.dtype == "tf32" else getattr(torch, figure.dtype)
     where = torch.float32 if PRECISE in positions else dtype
@@ -136,6 +141,8 @@ def _row(figure: Figure, positions: str) -> Row:
         if isinstance(x, torch.Tensor):
             inputs[name] = x.cuda()
     names = [n for n in DIFFERENTIABLE[operator] if inputs.get(n) is not None]
+    if apart and operator != "deform_conv2d":
+        inputs[names[0]], positions = turned(inputs[names[0]]), f"{positions}, apart"
     leaves = [inputs[name].requires_grad_() for name in names]
     function = functools.partial(getattr(pliant, operator), **inputs)
     grad = testing.incoming(function().detach())

@@ -1,15 +1,18 @@
 """The GPU kernels under NVIDIA's compute-sanitizer: `make sanitize`.
 
-memcheck sees hostile input, racecheck and initcheck ordinary input. With a kind of input and the
-name of an operator this runs the problems themselves, so that a sanitizer can be given it.
+memcheck sees hostile input, racecheck and initcheck ordinary input. With a kind of input, the name
+of an operator and the number of a part this runs problems themselves, so that a sanitizer can be
+given it.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -38,9 +41,9 @@ TOOLS = {"memcheck": "hostile", "racecheck": "ordinary", "initcheck": "small"}
 
 # Cases whose tiles differ: layouts are converted through shared memory in some of them.
 NAMED = {
-    "plain", "strided", "channels-last", "mostly-outside", "far-outside", "far-offsets",
-    "head-dim-37", "points-9", "points-13", "points-15", "int64-positions", "six-cameras",
-    "groups-8", "channels-147", "channels-19", "awkward", "depthwise",
+    "plain", "strided", "channels-last", "channels-apart", "mostly-outside", "far-outside",
+    "far-offsets", "head-dim-37", "points-9", "points-13", "points-15", "int64-positions",
+    "six-cameras", "groups-8", "channels-147", "channels-19", "awkward", "depthwise",
 }  # fmt: skip
 # Heads, channels and kernels of models, and blocks of everything that do not fit.
 PYRAMID = ((9, 7), (5, 4), (3, 2), (1, 2))
@@ -62,11 +65,16 @@ CHOSEN = [case for case in CASES if case.id in NAMED] + MODELS
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 # The backward as it comes, by lists, sorted, in parts of the batch or chunks of the columns; tiles
 # of several queries, places of 64 bits, products of tf32.
-ALL = {"plain": (F32, F16, BF16, F64), "lists": (F32, F16), "deterministic": (F32, F16)}
-MODES = {  # of the cases in MODELS and the plain ones
-    **{operator: {"parts": (F32, F16), "many": (F32, F16), "far": (F32, F16)} for operator in SUMS},
-    CONVOLUTION: {"chunks": (F32, F16), "far": (F32, F16), "tf32": (F32,)},
-    COLUMNS: {"chunks": (F32, F16), "far": (F32, F16)},
+BOTH = (F32, F16)
+WAYS = {  # the operators with such a way, dtypes of all cases, and of the plain ones and MODELS
+    "plain": (OPERATORS, BOTH, (F32, F16, BF16, F64)),
+    "deterministic": (OPERATORS, (F16,), BOTH),
+    "lists": (SUMS, (F16,), BOTH),
+    "parts": (SUMS, (), BOTH),
+    "many": (SUMS, (), BOTH),
+    "far": (OPERATORS, (), BOTH),
+    "chunks": ((CONVOLUTION, COLUMNS), (), BOTH),
+    "tf32": ((CONVOLUTION,), (), (F32,)),
 }
 
 POSITION = [
@@ -78,10 +86,14 @@ MAPS = [
 ]  # fmt: skip
 
 
+# Parts of an operator's problems, each for a process: of about as many kernels.
+PARTS = {ATTENTION: 2, AGGREGATION: 2, GEOMETRIC: 2, CONVOLUTION: 6, COLUMNS: 3}
+
+
 def main(arguments: list[str]) -> int:
     if arguments:
-        kind, operator = arguments
-        print(sum(1 for _ in work(kind, operator, "cuda")), "problems")
+        kind, operator, part = arguments
+        print(sum(1 for _ in work(kind, operator, "cuda", int(part))), "problems")
         return 0
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or not torch.cuda.is_available():
@@ -92,43 +104,45 @@ def main(arguments: list[str]) -> int:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout
 
-    failed = 0
-    check = [sanitizer, "--error-exitcode", "1", "--tool"]
-    with ThreadPoolExecutor(12) as pool:
-        for operator in OPERATORS:  # compile, which would take longer under a sanitizer
-            pool.submit(start, [sys.executable, __file__, "ordinary", operator])
-            pool.submit(start, [sys.executable, __file__, "hostile", operator])
-    with ThreadPoolExecutor(12) as pool:
+    tasks = [(operator, str(part)) for operator in OPERATORS for part in range(PARTS[operator])]
+    check, failed = [sanitizer, "--error-exitcode", "1", "--tool"], 0
+    me = [sys.executable, __file__]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for kind in ("ordinary", "hostile"):  # compile, which would take longer under a sanitizer
+            list(pool.map(start, [[*me, kind, *task] for task in tasks]))
         runs = {
-            (tool, operator): pool.submit(
-                start, [*check, tool, sys.executable, __file__, kind, operator]
-            )
+            (tool, *task): pool.submit(start, [*check, tool, *me, kind, *task])
             for tool, kind in TOOLS.items()
-            for operator in OPERATORS
+            for task in tasks
         }
-        for (tool, operator), done in runs.items():
+        for (tool, operator, part), done in runs.items():
             status, said = done.result()
             failed += status != 0
             brief = ", ".join(line.strip("= ") for line in said.splitlines()[1:])
             verdict = f"FAILED\n{said}" if status else f"clean: {brief}"
-            print(f"{tool}, {TOOLS[tool]}, {operator}: {verdict}", flush=True)
+            print(f"{tool}, {TOOLS[tool]}, {operator} {part}: {verdict}", flush=True)
     return 1 if failed else 0
 
 
-def work(kind: str, operator: str, device: str) -> Iterator[str]:
-    """Run the problems, forward and backward; says of each what it was."""
-    for case in CHOSEN:
-        if case.operator != operator or (kind == "small" and case.id in PRODUCTS):
+def work(kind: str, operator: str, device: str, part: int | None = None) -> Iterator[str]:
+    """Run the problems, forward and backward, or a part of them; says of each what it was."""
+    cases = [
+        case
+        for case in CHOSEN
+        if case.operator == operator and not (kind == "small" and case.id in PRODUCTS)
+    ]
+    # What differs in its dtype differs in its kernels.
+    for i, (case, dtype) in enumerate(product(cases, (F32, F16, BF16, F64))):
+        if part not in (None, i % PARTS[operator]):
             continue
-        ways = ALL if operator in SUMS else {way: ALL[way] for way in ALL if way != "lists"}
-        if case.id == "plain" or case in MODELS:
-            ways = {**ways, **MODES[operator]}
-        for way, dtypes in ways.items():
-            for dtype in dtypes:
-                for inputs, grad in problems(case, dtype, device, kind == "hostile"):
-                    with mode(way):
-                        run(operator, inputs, "triton", grad_output=grad)
-                    yield f"{case} {dtype} {way}"
+        for way, (operators, dtypes, more) in WAYS.items():
+            tried = more if case.id == "plain" or case in MODELS else dtypes
+            if operator not in operators or dtype not in tried:
+                continue
+            for inputs, grad in problems(case, dtype, device, kind == "hostile"):
+                with mode(way):
+                    run(operator, inputs, "triton", grad_output=grad)
+                yield f"{case} {dtype} {way}"
     if device == "cuda":
         torch.cuda.synchronize()
 

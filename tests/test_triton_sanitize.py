@@ -25,11 +25,9 @@ def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
     """Of each operator the plain case, in every way."""
     plain = [case for case in sanitize.CHOSEN if case.id == "plain"]
     monkeypatch.setattr(sanitize, "CHOSEN", plain)
-    one = {
-        operator: dict.fromkeys(ways, (torch.float16,)) for operator, ways in sanitize.MODES.items()
-    }
-    monkeypatch.setattr(sanitize, "ALL", dict.fromkeys(sanitize.ALL, (torch.float16,)))
-    monkeypatch.setattr(sanitize, "MODES", one)
+    half = (torch.float16,)
+    one = {way: (operators, half, half) for way, (operators, *_) in sanitize.WAYS.items()}
+    monkeypatch.setattr(sanitize, "WAYS", one)
     with (
         mock.patch.object(bins, "grad_value", wraps=bins.grad_value) as collected,
         mock.patch.object(lists, "grad_value", wraps=lists.grad_value) as listed,

@@ -13,7 +13,7 @@ import pliant
 from pliant.sampling import direct, ops, reference
 from pliant.sampling.problem import Policy
 from pliant.testing import CASES, DIFFERENTIABLE, incoming, run, verify
-from pliant.testing.cases import aggregation, attention, geometric, spread
+from pliant.testing.cases import aggregation, attention, geometric, spread, turned
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
@@ -31,6 +31,13 @@ ATTENTION = Policy("unit", "bilinear", "zero")
 AGGREGATION = Policy("unit", "bilinear", "skip")
 GEOMETRIC = Policy("pixel", "nearest", "clamp")
 gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _plan_anew(monkeypatch):
+    """Tests change the rules that plans are made by."""
+    monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(direct, "_plans", {})
 
 
 def chosen():
@@ -132,7 +139,6 @@ def test_features_and_positions_of_any_two_dtypes(features, positions, policy):
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
 def test_wide_rows_use_wide_integers(policy, monkeypatch):
     monkeypatch.setattr(kernels, "_row_type", lambda *x: tl.int64)
-    monkeypatch.setattr(launch, "_remembered", {})
     compare(problem(policy), tolerance=3e-6)
 
 
@@ -152,6 +158,7 @@ def test_places_more_than_32_bits_apart(policy, way, monkeypatch):
     """Along every axis of every operand, one after another, forward and backward; where only the
     gradient of the features is computed another way, that alone.
     """
+    monkeypatch.setattr(tuning, "apart", lambda *_: False)
     monkeypatch.setattr(tuning, "by_list", few_samples if way == "listed" else lambda *_: False)
     weights = 1 if policy != AGGREGATION or way == "listed" else 3
     value, _, _, loc, weight, _ = problem(
@@ -182,9 +189,64 @@ def test_places_more_than_32_bits_apart(policy, way, monkeypatch):
                 assert a is b is None or torch.allclose(a, b, rtol=2e-3, atol=2e-3), (name, axis)
 
 
+LAYOUTS = {
+    "turned": turned,
+    "every-other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "outermost": lambda x: x.movedim((2, 1), (0, -1)).contiguous().movedim((0, -1), (2, 1)),
+    "batch-last": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["in-place", "copied"])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION, GEOMETRIC], ids=str)
+def test_features_whose_channels_lie_apart(policy, dtype, copied, monkeypatch):
+    monkeypatch.setattr(tuning, "apart", lambda value, _: copied and value.stride(4) != 1)
+    args = problem(policy, dtype, weights=2 if policy == AGGREGATION else 1)
+    expected = kernels.sample_sum(*args)
+    for layout in LAYOUTS.values():
+        far = layout(args[0])
+        assert torch.equal(far, args[0])
+        assert far.stride(4) > 1
+        with mock.patch.object(kernels, "_join", wraps=kernels._join) as joined:
+            out, grad, *_ = compare([far, *args[1:]], tolerance=3e-6 if dtype == F32 else 2e-3)
+        assert joined.called == copied
+        assert grad.stride() == torch.empty_like(far).stride()
+        if copied:
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("queries", [1, 12])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_features_whose_channels_lie_apart_in_planned_calls(layout, dtype, queries):
+    maps, sizes = ((11, 9), (5, 4)), {"batch": 3, "channels": 8}
+    for operator, make in (
+        (SUMS[0], attention(queries=queries, levels=maps, points=2, **sizes)),
+        (SUMS[1], aggregation(anchors=queries, cameras=[maps], points=2, **sizes)),
+        (SUMS[2], geometric(queries=queries, levels=maps, points=2, **sizes)),
+    ):
+        inputs = make(dtype, DEVICE, 0)
+        features = DIFFERENTIABLE[operator][0]
+        inputs[features] = LAYOUTS[layout](inputs[features])
+        verify(operator, inputs, "triton")
+
+
+def test_where_channels_are_brought_together():
+    def asked(*size, samples, layout=turned):
+        return tuning.apart(layout(torch.empty(size, device="meta")), samples)
+
+    assert asked(1, 400, 8, 1, 32, samples=100)
+    assert asked(1, 400, 1, 8, 32, samples=100)
+    assert not asked(1, 400, 8, 1, 32, samples=99)
+    assert not asked(1, 400, 8, 1, 32, samples=100, layout=torch.empty_like)
+    assert not asked(1, 400, 8, 1, 1, samples=100)  # one channel lies beside itself
+    same = torch.empty(1, 400, 8, 1, 1, device="meta").expand(-1, -1, -1, -1, 32)
+    assert not tuning.apart(same, 100)
+
+
 def test_pairs_in_every_item_of_a_batch(monkeypatch):
     """Items at odd distances, one at a time: of the first alone, pairs could be loaded."""
-    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "batch_parts", lambda *args: 3)
     args = problem(ATTENTION, batch=3)
     odd = torch.empty(3, args[3][0].numel() + 1, device=DEVICE)[:, :-1].view(args[3].shape)
@@ -259,7 +321,6 @@ def test_deterministic_mode_of_any_size(id, monkeypatch, deterministic):
     policy, sizes = SIZES.get(id, (ATTENTION, {}))
     if id == "wide":
         monkeypatch.setattr(bins, "MANY", 0)
-        monkeypatch.setattr(launch, "_remembered", {})
     dtype = {"float64": F64, "float16": F16}.get(id, F32)
     compare(problem(policy, dtype, **sizes), tolerance={F64: 1e-12, F16: 2e-3}.get(dtype, 3e-6))
 
@@ -297,7 +358,6 @@ def test_a_map_so_wide_that_its_width_times_a_stride_exceeds_32_bits(policy):
 @pytest.mark.parametrize("lists", [False, True], ids=["deterministic", "lists"])
 def test_rows_of_a_map_so_wide_that_they_come_round_in_32_bits(lists, monkeypatch):
     """The pixel below the position is row 2**32 and a few, which nobody stores."""
-    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "by_list", lambda *args: lists)
     args = problem(ATTENTION, F16 if lists else F32, queries=1, groups=1)
     args[3] = args[3].float()
@@ -362,7 +422,6 @@ def test_deterministic_mode_with_maps_of_another_size(deterministic):
 
 
 def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch):
-    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "CACHED", 1)
     assert tuning.batch_parts(2, 1000, 10, 100) == 2
     assert tuning.batch_parts(2, 1000, 200, 100) == 1
@@ -379,7 +438,6 @@ def test_sparse_batches_larger_than_the_cache_are_computed_in_parts(monkeypatch)
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
     """Five items, two at a time: the first part is smaller."""
-    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "batch_parts", lambda *args: 3)
     args = problem(policy, dtype, groups=1)
     for i in (0, 3, 4):
@@ -391,7 +449,6 @@ def test_parts_of_a_batch(strided, policy, dtype, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "strided"), [(F32, False), (F16, True)], ids=str)
 def test_parts_of_a_batch_in_planned_calls(dtype, strided, monkeypatch):
-    monkeypatch.setattr(direct, "_plans", {})
     monkeypatch.setattr(tuning, "batch_parts", lambda *args: 3)
     makers = (attention(batch=5), aggregation(batch=5), geometric(batch=5))
     for operator, make in zip(SUMS, makers, strict=True):
@@ -416,7 +473,6 @@ def clear_slowly(sums, N, EARLY: tl.constexpr, B: tl.constexpr):  # noqa: N803
 @pytest.mark.parametrize("outside", [False, True], ids=["some", "none"])
 def test_adding_waits_until_the_sums_are_clear(outside, monkeypatch):
     """Also where the kernel that would add has nothing to add, and could end before."""
-    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(kernels.backward, "clear", clear_slowly)
     args = problem(AGGREGATION, batch=1, groups=1)
     args[0] = torch.ones(1, 1 << 10, 1, 1, 32, device=DEVICE)
@@ -440,8 +496,6 @@ def few_samples(value, *_):
 @pytest.fixture
 def by_list(monkeypatch):
     """In any dtype, any number of samples is few; the test fails if no lists are made of them."""
-    monkeypatch.setattr(launch, "_remembered", {})
-    monkeypatch.setattr(direct, "_plans", {})
     monkeypatch.setattr(tuning, "by_list", few_samples)
     plan, planned = lists.grad_value, []
     monkeypatch.setattr(lists, "grad_value", lambda *args: planned.append(args) or plan(*args))
@@ -548,8 +602,6 @@ def test_lists_infinities_where_they_are_read(policy, dtype, by_list):
 @pytest.fixture
 def shared(monkeypatch):
     """The test fails if lanes do not share what they find."""
-    monkeypatch.setattr(launch, "_remembered", {})
-    monkeypatch.setattr(direct, "_plans", {})
     rule, asked = tuning.shared, []
     monkeypatch.setattr(tuning, "shared", lambda *args: asked.append(rule(*args)) or asked[-1])
     yield
@@ -680,7 +732,6 @@ def test_shared_in_planned_calls(dtype, shared):
 
 @pytest.mark.parametrize("queries", [1, 5])
 def test_several_queries_to_a_program(queries, monkeypatch):
-    monkeypatch.setattr(launch, "_remembered", {})
     tile = tuning.backward_tile
     monkeypatch.setattr(tuning, "backward_tile", lambda *args: {**tile(*args), "BQ": 4})
     for policy in (ATTENTION, AGGREGATION, GEOMETRIC):
@@ -692,7 +743,6 @@ def test_several_queries_to_a_program(queries, monkeypatch):
 )
 @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
 def test_only_what_is_asked_for_is_computed(wanted, few, monkeypatch):
-    monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(tuning, "by_list", few_samples if few else lambda *_: False)
     args = problem(ATTENTION)
     grad = torch.ones_like(kernels.sample_sum(*args))
@@ -740,14 +790,16 @@ def test_metadata_of_which_some_lie_on_the_host(operator):
 
 @gpu_only
 @pytest.mark.parametrize("operator", SUMS)
-@pytest.mark.parametrize("way", ["added", "listed", "sorted"])
+@pytest.mark.parametrize("way", ["added", "listed", "sorted", "apart"])
 @pytest.mark.parametrize("on_host", [0, 1, 2], ids=["device", "mixed", "host"])
 def test_no_synchronisation_and_graph_capture(operator, way, on_host, monkeypatch):
-    monkeypatch.setattr(direct, "_plans", {})
     monkeypatch.setattr(tuning, "by_list", few_samples if way == "listed" else lambda *_: False)
     torch.use_deterministic_algorithms(way == "sorted")
     case = next(c for c in CASES if c.operator == operator)
     inputs = case.make(F16, "cuda", 0)
+    if way == "apart":
+        name = DIFFERENTIABLE[operator][0]
+        inputs[name] = turned(inputs[name])
     for i, name in enumerate(list(inputs)[1:3]):
         inputs[name] = inputs[name].tolist() if i < on_host else inputs[name].cuda()
     try:
@@ -803,7 +855,7 @@ def test_what_repeats_to_the_bit_where_atomic_sums_do_not(policy, dtype):
 
 
 @gpu_only
-@pytest.mark.parametrize("way", ["added", "listed"])
+@pytest.mark.parametrize("way", ["added", "listed", "apart"])
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
 def test_memory_of_the_backward_is_a_copy_of_the_features_in_float32_at_most(
     dtype, way, monkeypatch
@@ -811,6 +863,9 @@ def test_memory_of_the_backward_is_a_copy_of_the_features_in_float32_at_most(
     monkeypatch.setattr(tuning, "by_list", lambda *_: way == "listed")
     make = attention(batch=4, levels=((200, 200),), queries=900, heads=8, channels=32, points=4)
     inputs = make(dtype, "cuda", 0)
+    if way == "apart":
+        inputs["value"] = turned(inputs["value"])
+        monkeypatch.setattr(tuning, "apart", lambda value, _: value.stride(4) > 1)
     out, _ = run(SUMS[0], inputs)
     leaves = [inputs[name].requires_grad_() for name in DIFFERENTIABLE[SUMS[0]]]
     out = pliant.multi_scale_deformable_attn(**inputs)
@@ -822,6 +877,8 @@ def test_memory_of_the_backward_is_a_copy_of_the_features_in_float32_at_most(
     extra = torch.cuda.max_memory_allocated() - before
     extra -= sum(x.numel() * x.element_size() for x in grads)
     copy = 0 if dtype == F32 and way == "added" else 4 * leaves[0].numel()
+    if dtype == F16 and way == "apart":
+        copy += 2 * leaves[0].numel()
     assert extra <= copy + (2 << 20)
 
 

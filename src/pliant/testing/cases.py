@@ -237,6 +237,11 @@ def strided(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, -1).permute(order).contiguous().permute(order)[..., ::2]
 
 
+def turned(tensor: Tensor) -> Tensor:
+    """Equal, but with the second axis innermost, as in features that were [N, C, H, W]."""
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
 def spread(tensor: Tensor, axis: int) -> Tensor:
     """Equal, but the last along `axis` lies 2**31 elements from the first; no other memory is
     touched.
@@ -352,6 +357,7 @@ CASES = [
             "strided-indices": changed(
                 attention(), each(strided, "spatial_shapes", "level_start_index")
             ),
+            "channels-apart": changed(attention(), each(turned, "value")),
             "expanded": changed(attention(), each(expanded)),
             "expanded-weights": changed(attention(), each(expanded, "attention_weights")),
             "positions-float32": changed(attention(), each(Tensor.float, "sampling_locations")),
@@ -400,6 +406,7 @@ CASES = [
             "python-ints": changed(aggregation(), python_ints),
             "no-starts": changed(aggregation(), no_starts),
             "strided": changed(aggregation(), each(strided)),
+            "channels-apart": changed(aggregation(), each(turned, "feature_maps")),
             "expanded": changed(aggregation(), each(expanded)),
             "positions-float32": changed(aggregation(), each(Tensor.float, "sample_locations")),
             "positions-float16": changed(aggregation(), each(Tensor.half, "sample_locations")),
@@ -441,6 +448,7 @@ CASES = [
             "python-ints": changed(geometric(), python_ints),
             "no-starts": changed(geometric(), no_starts),
             "strided": changed(geometric(), each(strided)),
+            "channels-apart": changed(geometric(), each(turned, "value")),
             "expanded": changed(geometric(), each(expanded)),
             "positions-float32": changed(geometric(), each(Tensor.float, "sampling_locations")),
             "weights-float32": changed(geometric(), each(Tensor.float, "attention_weights")),

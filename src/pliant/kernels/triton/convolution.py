@@ -4,7 +4,6 @@
               products of samples, which are never stored, with weights. Where programs share a
               tile, `merge` adds up their parts.
 `resample`    the samples alone, as columns; `unfold` brings a gradient of columns into rows.
-`transpose`   the change of layout before and after.
 
 Weights are read as [Co, kh*kw, C/groups]. A run is a stretch of channels within one group and one
 deformable group: its samples share their positions and meet the same weights.
@@ -23,6 +22,7 @@ from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
 from .launch import Launch, _device_of, remembered
+from .transpose import alignment, transposition
 
 Pair = Sequence[int]
 
@@ -304,24 +304,6 @@ def _in_columns(columns, n, c, line, j, C: tl.constexpr, lines, width, ROW: tl.c
     return at + (c.to(ROW) * plane)[None, :]
 
 
-@triton.jit(do_not_specialize=["R_UNITS", "S_UNITS"])
-def transpose(
-    source, target, R_UNITS, S_UNITS,
-    R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
-    """[batch, R, S] to [batch, S, R]."""
-    R = R_UNITS * R_ALIGN
-    S = S_UNITS * S_ALIGN
-    pid = tl.program_id(0)
-    r = pid // tl.cdiv(S, BS) * BR + tl.arange(0, BR)
-    s = pid % tl.cdiv(S, BS) * BS + tl.arange(0, BS)
-    start = tl.program_id(1).to(tl.int64) * R * S
-    counts = (r < R)[:, None] & (s < S)[None, :]
-    x = tl.load(source + start + r.to(tl.int64)[:, None] * S + s[None, :], mask=counts)
-    at = target + start + s.to(tl.int64)[:, None] * R + r[None, :]
-    tl.store(at, tl.trans(x), mask=tl.trans(counts))
-
-
 # Launchers
 
 
@@ -529,34 +511,6 @@ def last_format(like: Tensor) -> torch.memory_format:
     """For a tensor in the layout that `to_channels_last` gives."""
     last = like.is_contiguous(memory_format=torch.channels_last)
     return torch.preserve_format if last else torch.channels_last
-
-
-def transposition(batch: int, rows: int, columns: int) -> Callable[[Tensor, Tensor], None]:
-    """The way from [batch, rows, columns] in one tensor to [batch, columns, rows] in another."""
-    tile = tuning.transpose_tile(rows, columns)
-    r, s = alignment(rows), alignment(columns)
-    blocks = triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
-    most = 65535  # that a grid's second axis holds
-    launches = [
-        Launch(
-            transpose, (blocks, min(batch - first, most)), (rows // r, columns // s),
-            R_ALIGN=r, S_ALIGN=s, **tile,
-        )
-        for first in range(0, batch, most)
-    ]  # fmt: skip
-
-    def run(source: Tensor, target: Tensor) -> None:
-        for i, launch in enumerate(launches):
-            if i > 0:
-                source, target = source[most:], target[most:]
-            launch(source, target)
-
-    return run
-
-
-def alignment(size: int) -> int:
-    """The largest power of two, up to 16, that divides `size`: so far vector accesses can reach."""
-    return math.gcd(size, 16)
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -37,6 +37,7 @@ from .convolution import (
     to_channels_last,
 )
 from .launch import Launch, _device_of, remembered
+from .transpose import alignment
 
 Grads = tuple[Tensor | None, ...]
 
@@ -782,7 +783,7 @@ def _unfold(problem: Problem, chunk: Chunk, grad: Tensor) -> Launch:
     top = chunk.first // problem.width  # of the output lines that the chunk touches
     touched = triton.cdiv(chunk.first + chunk.part, problem.width) - top
     tile = tuning.columns_tile(width, c, grad.element_size())
-    align = forward.alignment(width)
+    align = alignment(width)
     blocks = chunk.images * touched * kh * triton.cdiv(width, tile["BJ"])
     wide = grad[:1].numel() >= 2**31 - 2**16
     return Launch(

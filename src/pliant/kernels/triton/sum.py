@@ -1,5 +1,10 @@
-"""The weighted sum of samples: from tensors to launches of its kernels."""
+"""The weighted sum of samples: from tensors to launches of its kernels.
 
+These read and write strided tensors where they lie. Only features whose channels lie apart are
+copied, if there are samples enough: a corner of a sample is to be one stretch of memory.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +16,7 @@ from pliant.sampling.problem import Policy, accumulator
 
 from . import INTERPRET, backward, bins, forward, lists, tuning
 from .launch import Launch, _device_of, run
+from .transpose import transposition
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INTEGER = {torch.int32: tl.int32, torch.int64: tl.int64}
@@ -73,10 +79,16 @@ def _forward(
     size: Sequence[int],
 ) -> Callable[..., Tensor]:
     """A function of such tensors: their sum as [*size]."""
+    if tuning.apart(value, _samples(loc, shapes)):
+        near, join = _dense(value), _join(value)
+        sum_near = _forward(near, shapes, starts, loc, weight, policy, size)
+        return lambda value, *rest: sum_near(join(value), *rest)
     n, _, g, k, d = value.shape
     q, views, points = loc.shape[1], *loc.shape[3:5]
     splits = (
-        1 if _by_query(k, policy) else tuning.point_splits(n * q * g, k * d, views * points, value)
+        1
+        if _by_query(k, policy)
+        else tuning.point_splits(n * q * g, k * d, views * points, shapes.device)
     )
     dtype, acc = value.dtype, accumulator(value.dtype)
     out = torch.empty(n, q, g, k, d, dtype=dtype if splits == 1 else acc, device="meta")
@@ -110,7 +122,7 @@ def _launch(
     constants = {
         **_inner("l", loc, "n q g v p c"), "V": views, "R": scales, "P": points, "D": d,
         **_options(policy, value, loc), "ROW": _row_type(value, loc, weight, out),
-        "PAIR": _paired(loc, 5), "EARLY": tuning.early(value.device),
+        "PAIR": _paired(loc, 5), "EARLY": tuning.early(shapes.device),
     }  # fmt: skip
     if _by_query(k, policy):
         tile = tuning.query_tile(d, q, g, points, value.dtype)
@@ -213,10 +225,12 @@ def _backward(
     That of the features is summed in the accumulator's dtype, and rounded if it has another; by
     lists of samples, it is of all items at once.
     """
+    samples = _samples(loc, shapes)
+    if tuning.apart(value, samples):
+        return _backward_apart(grad, value, shapes, starts, loc, weight, policy, needs, strides)
     (to_value, to_loc, to_weight), n = needs, value.shape[0]
     moved = to_loc and policy.interpolation != "nearest"
     acc = accumulator(value.dtype)
-    samples = loc.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
     size = value.numel() * acc.itemsize
     by_list = to_value and tuning.by_list(value, size, samples)
     added = to_value and not by_list
@@ -246,7 +260,7 @@ def _backward(
     lengths = {part.stop - part.start: part for part in parts}
     launches = {length: launch(part) for length, part in lengths.items()} if any(wanted) else {}
     item = value.numel() // n
-    clears = {x: _launch_clear(x * item, value.device) for x in lengths} if added else {}
+    clears = {x: _launch_clear(x * item, shapes.device) for x in lengths} if added else {}
     # The policy "skip" never visits a point that does not count: its gradients are set here.
     fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
 
@@ -285,6 +299,71 @@ def _backward(
     return start
 
 
+def _backward_apart(
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    loc: Tensor,
+    weight: Tensor,
+    policy: Policy,
+    needs: Sequence[bool],
+    strides: Sequence[tuple[int, ...]],
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """_backward through a copy of the features, whose gradient is brought into their layout."""
+    near, join = _dense(value), _join(value)
+    part = _part(near.as_strided(near.shape, strides[0]))
+    operands = (grad, near, shapes, starts, loc, weight)
+    differentiate = _backward(*operands, policy, needs, [near.stride(), *strides[1:]])
+
+    def start(grad: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+        grad_value, *others = differentiate(grad, join(value), *rest)
+        return grad_value if grad_value is None else part(grad_value, value), *others
+
+    return start
+
+
+def _join(like: Tensor) -> Callable[[Tensor], Tensor]:
+    """The way from features like these to a copy whose channels lie side by side."""
+    if not _turned(like):
+        return Tensor.contiguous
+    n, s, *channels = like.shape
+    turn = transposition(n, math.prod(channels), s)
+
+    def join(x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        turn(x, out)
+        return out
+
+    return join
+
+
+def _part(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The way back, from such a copy to the layout of `like`, which the second argument has."""
+    if like.is_contiguous():
+        return lambda x, like: x
+    if not _turned(like):
+        return lambda x, like: torch.empty_like(like).copy_(x)
+    n, s, *channels = like.shape
+    turn = transposition(n, s, math.prod(channels))
+
+    def part(x: Tensor, like: Tensor) -> Tensor:
+        out = torch.empty_like(like)
+        turn(x, out)
+        return out
+
+    return part
+
+
+def _turned(x: Tensor) -> bool:
+    """Whether each channel is a stretch of memory, as in images [N, C, H, W]."""
+    return x.movedim(1, -1).is_contiguous()
+
+
+def _dense(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
 def _launch_clear(size: int, device: torch.device) -> Launch:
     tile, early = tuning.clear_tile(), tuning.early(device)
     grid = (triton.cdiv(size, tile["B"]),)
@@ -308,7 +387,7 @@ def _launch_backward(
     _, q, _, views, points, _ = loc.shape
     skip = policy.outside == "skip"
     places = points if skip else views * points
-    early = wanted[0] and tuning.early(value.device)
+    early = wanted[0] and tuning.early(shapes.device)
     tile = tuning.backward_tile(n * q * g, k, d, places, policy, value.dtype, wanted[0])
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
@@ -325,6 +404,11 @@ def _launch_backward(
         UNIFORM=skip or points % tile["BJ"] == 0, EARLY=early,
         BLOCKS=triton.cdiv(places, tile["BJ"]), **tile,
     )  # fmt: skip
+
+
+def _samples(loc: Tensor, shapes: Tensor) -> int:
+    """How often a group of one item reads its maps."""
+    return loc.shape[1] * loc.shape[3] * loc.shape[4] * shapes.shape[1]
 
 
 def _on(value: Tensor, metadata: Tensor) -> Tensor:

@@ -23,6 +23,15 @@ def multiprocessors(device: torch.device) -> int:
 # The weighted sum
 
 
+def apart(value: Tensor, samples: int) -> bool:
+    """Whether features [N, S, G, K, D] are copied before that many samples read them.
+
+    A channel that lies by itself costs a sample eight times the traffic of one among others. With
+    a sample to four pixels that takes as long as copies do, of the features and of their gradient.
+    """
+    return value.shape[4] > 1 and value.stride(4) > 1 and 4 * samples >= value.shape[1]
+
+
 def query_tile(
     channels: int, queries: int, groups: int, points: int, dtype: torch.dtype
 ) -> dict[str, int]:
@@ -71,10 +80,10 @@ def point_tile(channels: int, points: int) -> dict[str, int]:
     return {"BP": bp, "BC": bc, "num_warps": 1, "maxnreg": 128}
 
 
-def point_splits(queries: int, channels: int, places: int, value: Tensor) -> int:
+def point_splits(queries: int, channels: int, places: int, device: torch.device) -> int:
     """Programs that share a tile: as many as keep the GPU busy, with 64 points each at least."""
     programs: int = queries * triton.cdiv(channels, point_tile(channels, places)["BC"])
-    return max(1, min(16 * multiprocessors(value.device) // programs, places // 64, 64))
+    return max(1, min(16 * multiprocessors(device) // programs, places // 64, 64))
 
 
 def backward_tile(
