@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -18,9 +18,11 @@ from unittest import mock
 
 import torch
 import triton.language as tl
+from torch import Tensor
 
 from pliant.kernels.triton import convolution, convolution_backward, launch, sum as sums, tuning
 from pliant.sampling import direct
+from pliant.sampling.problem import accumulator
 from pliant.testing import CASES, run
 from pliant.testing.cases import (
     OPERATORS,
@@ -36,8 +38,8 @@ from pliant.testing.cases import (
 SUMS = OPERATORS[:3]
 ATTENTION, AGGREGATION, GEOMETRIC, CONVOLUTION, COLUMNS = OPERATORS
 
-# initcheck does not see cuBLAS's asynchronous stores, so it gets no products that are large.
-TOOLS = {"memcheck": "hostile", "racecheck": "ordinary", "initcheck": "small"}
+# initcheck does not see cuBLAS's asynchronous stores: it gets products in memory that was written.
+TOOLS = {"memcheck": "hostile", "racecheck": "ordinary", "initcheck": "written"}
 
 # Cases whose tiles differ: layouts are converted through shared memory in some of them.
 NAMED = {
@@ -59,7 +61,6 @@ MODELS = [
     Case("middle", CONVOLUTION, conv(channels=70, out_channels=140, size=(3, 50), kernel=(1, 2))),
     Case("blocks", COLUMNS, columns(conv(channels=70, size=(3, 50), kernel=(1, 2)))),
 ]  # fmt: skip
-PRODUCTS = {"wide", "middle"}  # of matrices so large that cuBLAS stores them asynchronously
 CHOSEN = [case for case in CASES if case.id in NAMED] + MODELS
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -126,11 +127,7 @@ def main(arguments: list[str]) -> int:
 
 def work(kind: str, operator: str, device: str, part: int | None = None) -> Iterator[str]:
     """Run the problems, forward and backward, or a part of them; says of each what it was."""
-    cases = [
-        case
-        for case in CHOSEN
-        if case.operator == operator and not (kind == "small" and case.id in PRODUCTS)
-    ]
+    cases = [case for case in CHOSEN if case.operator == operator]
     # What differs in its dtype differs in its kernels.
     for i, (case, dtype) in enumerate(product(cases, (F32, F16, BF16, F64))):
         if part not in (None, i % PARTS[operator]):
@@ -140,7 +137,7 @@ def work(kind: str, operator: str, device: str, part: int | None = None) -> Iter
             if operator not in operators or dtype not in tried:
                 continue
             for inputs, grad in problems(case, dtype, device, kind == "hostile"):
-                with mode(way):
+                with mode(way, kind == "written"):
                     run(operator, inputs, "triton", grad_output=grad)
                 yield f"{case} {dtype} {way}"
     if device == "cuda":
@@ -149,7 +146,7 @@ def work(kind: str, operator: str, device: str, part: int | None = None) -> Iter
 
 def problems(
     case: Case, dtype: torch.dtype, device: str, hostile: bool
-) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
+) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Inputs and an incoming gradient; hostile ones with lies about the first map, too."""
     inputs = case.make(dtype, device, 0)
     if not hostile:
@@ -178,9 +175,11 @@ def problems(
 
 
 @contextmanager
-def mode(way: str) -> Iterator[None]:
-    """What decides how a backward is computed, set to one of the ways."""
-    tile, options = tuning.backward_tile, convolution.options
+def mode(way: str, written: bool = False) -> Iterator[None]:
+    """What decides how a backward is computed, set to one of the ways; products of matrices, if
+    asked for, in memory that was `written` before.
+    """
+    tile, options, summed = tuning.backward_tile, convolution.options, convolution_backward._summed
     rules: dict[str, list[tuple[Any, str, Any]]] = {
         "lists": [(tuning, "by_list", lambda value, *_: value.shape[3] == 1)],
         "parts": [(tuning, "batch_parts", lambda batch, *_: batch)],
@@ -194,11 +193,25 @@ def mode(way: str) -> Iterator[None]:
             (tuning, "filter_parts", lambda rows, *_: 2 - rows % 2),
         ],
     }
+
+    def into_zeros(multiply: Callable[..., Tensor], factor: Tensor) -> Callable[..., Tensor]:
+        product = summed(multiply, factor)
+
+        def run(*factors: Tensor, out: Tensor | None = None) -> Tensor:
+            *_, a, b = factors
+            if out is None:
+                out = a.new_empty(*a.shape[:-1], b.shape[-1], dtype=accumulator(factor.dtype))
+            return product(*factors, out=out.zero_())
+
+        return run
+
     precise = torch.backends.cuda.matmul.allow_tf32
     before = torch.are_deterministic_algorithms_enabled()
     with ExitStack() as stack:
         for module, name in ((launch, "_remembered"), (direct, "_plans")):
             stack.enter_context(mock.patch.object(module, name, {}))
+        if written:
+            stack.enter_context(mock.patch.object(convolution_backward, "_summed", into_zeros))
         for rule in rules.get(way, []):
             stack.enter_context(mock.patch.object(*rule))
         torch.use_deterministic_algorithms(way == "deterministic", warn_only=True)

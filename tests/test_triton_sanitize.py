@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from pliant.testing import run, verify
 from pliant.testing.cases import OPERATORS
 
 GPU = torch.cuda.is_available()
@@ -20,7 +21,7 @@ DEVICE = "cuda" if GPU else "cpu"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hostile", "ordinary"][: 1 + GPU])
+@pytest.mark.parametrize("kind", ["hostile", "ordinary", "written"][: 1 + 2 * GPU])
 def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
     """Of each operator the plain case, in every way."""
     plain = [case for case in sanitize.CHOSEN if case.id == "plain"]
@@ -37,6 +38,23 @@ def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
     assert collected.called
     assert listed.called
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_products_in_memory_that_was_written_are_the_same():
+    case = next(c for c in sanitize.CHOSEN if c.operator == sanitize.CONVOLUTION)
+    results = []
+    for written in (False, True):
+        with sanitize.mode("chunks", written):
+            results.append(run(case.operator, case.make(torch.float32, DEVICE, 0), "triton"))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [sanitize.F16, sanitize.BF16, sanitize.F32], ids=str)
+@pytest.mark.parametrize("case", sanitize.MODELS, ids=str)
+def test_all_of_a_product_is_written(case, dtype):
+    """Which initcheck does not see: here memory is poisoned."""
+    verify(case.operator, case.make(dtype, DEVICE, 0), "triton")
 
 
 def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
