@@ -75,6 +75,43 @@ def test_a_mode_leaves_nothing_to_the_next_call(pair: tuple[str, str], impl: str
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("impl", [None, *IMPLS])
+def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None) -> None:
+    """What a plain call has planned serves none that is not plain."""
+    x, offset, weight = torch.rand(2, 4, 6, 6), torch.rand(2, 18, 6, 6), torch.rand(3, 4, 3, 3)
+
+    def convolve(x: Tensor, padding: Any = 1, **others: Any) -> Tensor:
+        given: Any = {"padding": padding, "impl": impl, **others}
+        return pliant.deform_conv2d(x, offset, weight, **given)
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(convolve(leaf).sum(), leaf)[0]
+
+    expected, slope = convolve(x), gradient(x)
+    for _ in range(2):
+        assert torch.equal(convolve(x), expected)
+        assert torch.equal(convolve(x, padding=(1, 1)), expected)
+        assert torch.equal(convolve(x, padding=[1, 1]), expected)
+        torch.testing.assert_close(gradient(x), slope)
+        with torch.inference_mode():
+            assert torch.equal(convolve(x), expected)
+        both = torch.stack([x, x])
+        torch.testing.assert_close(torch.vmap(convolve)(both), torch.stack([expected] * 2))
+        torch.testing.assert_close(torch.func.grad(lambda x: convolve(x).sum())(x), slope)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert convolve(x).dtype == torch.bfloat16
+    with_bias = convolve(x, bias=torch.ones(3))
+    torch.testing.assert_close(with_bias, expected + 1)
+    for wrong in (True, (True, 1), (1, 1, 1), 1.0):
+        with pytest.raises(TypeError, match="padding must be an int or two ints"):
+            convolve(x, padding=wrong)
+    with pytest.raises(ValueError, match="impl must be None"):
+        convolve(x, impl=["cpu"])
+    with pytest.raises(ValueError, match=r"the output's size \[Ho, Wo\] = \[8, 8\]"):
+        convolve(x, padding=2)
+
+
 def negative(x: Tensor) -> Tensor:
     """The same numbers, with their sign in a bit of the tensor's instead of in memory."""
     return torch.complex(torch.zeros_like(x), -x).conj().imag

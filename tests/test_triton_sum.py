@@ -236,12 +236,12 @@ def test_where_channels_are_brought_together():
     def asked(*size, samples, layout=turned):
         return tuning.apart(layout(torch.empty(size, device="meta")), samples)
 
-    assert asked(1, 400, 8, 1, 32, samples=100)
-    assert asked(1, 400, 1, 8, 32, samples=100)
-    assert not asked(1, 400, 8, 1, 32, samples=99)
-    assert not asked(1, 400, 8, 1, 32, samples=100, layout=torch.empty_like)
-    assert not asked(1, 400, 8, 1, 1, samples=100)  # one channel lies beside itself
-    same = torch.empty(1, 400, 8, 1, 1, device="meta").expand(-1, -1, -1, -1, 32)
+    assert asked(1, 600, 8, 1, 32, samples=100)
+    assert asked(1, 600, 1, 8, 32, samples=100)
+    assert not asked(1, 600, 8, 1, 32, samples=99)
+    assert not asked(1, 600, 8, 1, 32, samples=100, layout=torch.empty_like)
+    assert not asked(1, 600, 8, 1, 1, samples=100)  # one channel lies beside itself
+    same = torch.empty(1, 600, 8, 1, 1, device="meta").expand(-1, -1, -1, -1, 32)
     assert not tuning.apart(same, 100)
 
 

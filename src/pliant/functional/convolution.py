@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..sampling import checks, ops
+from ..sampling import checks, direct, ops
+from ..sampling.direct import Steps
 
 IntPair = int | tuple[int, int]
-Steps = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding, dilation
 
 
 def deform_conv2d(
@@ -48,7 +48,12 @@ def deform_conv2d(
         >>> pliant.deform_conv2d(x, offset, weight, padding=1, mask=mask).shape
         torch.Size([2, 32, 8, 8])
     """
-    op = "deform_conv2d"
+    op, tensors = "deform_conv2d", (input, offset, mask, weight, bias)
+    key = direct.convolution_key(op, tensors, (stride, padding, dilation), impl)
+    if key is not None:
+        key = None if _is_autocast() else key
+        if plan := direct.recall(key):
+            return plan(*tensors)  # type: ignore[no-any-return]
     _check_conv(
         checks.signature(op, "input", input),
         checks.signature(op, "offset", offset),
@@ -63,7 +68,12 @@ def deform_conv2d(
         checks.autocast(input.device.type),
     )
     chosen = ops.implementation(op, impl, input, offset, mask)
-    return convolve(input, offset, mask, weight, bias, steps, chosen)
+    if key is None:
+        return convolve(*tensors, steps, chosen)
+    return direct.remember(key, direct.Convolution(tensors, steps, chosen))(*tensors)
+
+
+_is_autocast = torch._C._is_any_autocast_enabled
 
 
 def convolve(
@@ -80,7 +90,9 @@ def convolve(
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return ops.deform_conv(input, offset, mask, weight, bias, *steps, impl)
+    tensors = (input, offset, mask, weight, bias)
+    plan = direct.Convolution.of(tensors, steps, impl)
+    return ops.deform_conv(*tensors, *steps, impl) if plan is None else plan(*tensors)
 
 
 def deform_columns(

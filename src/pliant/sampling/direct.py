@@ -1,15 +1,15 @@
-"""From a public function to `sample_sum`, the short way where nobody looks.
+"""From a public function to `sample_sum` and `deform_conv`, the short way where nobody looks.
 
-Views, the dispatcher and the autograd nodes of views take longer than a small problem. So what the
-signature of a call fixes (whether it is right, backend, sizes, strides) is worked out once: a
-`Plan`, whose kernels read the operator's own tensors. A call that somebody observes (a tracer, a
-transform, a mode, a tensor subclass), and one for the reference, goes through views and the
-registered operator instead.
+Checks, views, the dispatcher and the autograd nodes of views take longer than a small problem. So
+what the signature of a call fixes (whether it is right, backend, sizes, strides) is worked out
+once: a `Plan`, whose kernels read the operator's own tensors, or a `Convolution`. A call that
+somebody observes (a tracer, a transform, a mode, a tensor subclass), and one for the reference,
+goes through views and the registered operator instead.
 """
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,24 @@ from .maps import Metadata, Names, resolve
 Given = tuple[Tensor, Metadata, Metadata | None, Tensor, Tensor]
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # value, shapes, starts, loc, weight
 
+T = TypeVar("T")
 _Plans = dict[Hashable, "Plan"]
 
-# By operator and signatures, for those that passed: the sizes of the maps' axes, and the plans by
-# backend and dtypes of the maps.
-_plans: dict[Hashable, tuple[tuple[int, ...], _Plans]] = {}
+# By operator and signatures, for those that passed: the plan of a convolution; of a sum, the sizes
+# of the maps' axes, and the plans by backend and dtypes of the maps.
+_plans: dict[Hashable, Any] = {}
 _strided = torch.strided
+
+
+def remember(key: Hashable, plan: T) -> T:
+    if len(_plans) >= 1024:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def recall(key: Hashable) -> Any:
+    return _plans.get(key)
 
 
 def sample_sum(
@@ -89,11 +101,7 @@ def _checked(
     )
     if key is None or None in key:
         return expected, None
-    if len(_plans) >= 1024:
-        _plans.clear()
-    plans: _Plans = {}
-    _plans[key] = expected, plans
-    return expected, plans
+    return remember(key, (expected, {}))
 
 
 def _observed(layout: Layout, operands: Operands, impl: str) -> Tensor:
@@ -202,3 +210,79 @@ class _Direct(torch.autograd.Function):
 
 # Past the preparations of `apply` for functional transforms, which take longer than a call.
 _apply: Any = super(torch.autograd.Function, _Direct).apply
+
+
+Steps = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding, dilation
+Filtered = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
+
+
+def convolution_key(
+    op: str, tensors: Sequence[Any], steps: Sequence[Any], impl: str | None
+) -> Hashable:
+    """What two convolutions have in common if one plan serves both; None if this one is observed,
+    or its steps are not plain integers.
+    """
+    if ops.observed(()) or ops.in_transform() or not (impl is None or type(impl) is str):
+        return None
+    signatures = [() if x is None else _signature(x) for x in tensors]
+    if None in signatures:
+        return None
+    for step in steps:
+        pair = type(step) is tuple and len(step) == 2 and type(step[0]) is type(step[1]) is int
+        if not (pair or type(step) is int):
+            return None
+    return (op, *signatures, *steps, impl)
+
+
+class Convolution:
+    """The kernels for convolutions of one signature."""
+
+    def __init__(self, tensors: Filtered, steps: Steps, impl: str) -> None:
+        self.signatures = [None if x is None else _signature(x) for x in tensors]
+        self.rest, self.backend = (*steps, impl), ops.choose(impl, *tensors[:3])
+        self.kernel: Any = None  # none: the long way
+        if self.backend != "reference":
+            self.kernel = ops.backend(self.backend).plan_conv(*tensors, *steps)
+
+    @staticmethod
+    def of(tensors: Filtered, steps: Steps, impl: str) -> "Convolution | None":
+        """That of tensors that fit together; none if they are observed."""
+        key = convolution_key("deform_conv", tensors, steps, impl)
+        if key is None:
+            return None
+        return recall(key) or remember(key, Convolution(tensors, steps, impl))
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() and ops.wants_gradient(tensors):
+            return _apply_convolution(self, *tensors)  # type: ignore[no-any-return]
+        return self.forward(*tensors)
+
+    def forward(self, *tensors: Tensor | None) -> Tensor:
+        if self.kernel is None:
+            return ops.deform_conv.run(*tensors, *self.rest)
+        ops.note("deform_conv", self.backend)
+        return self.kernel(*tensors)  # type: ignore[no-any-return]
+
+    def gradients(
+        self, grad: Tensor, tensors: Sequence[Tensor | None], needs: list[bool]
+    ) -> Sequence[Tensor | None]:
+        known = zip(tensors, self.signatures, strict=True)
+        unchanged = all(x is None or _signature(x) == one for x, one in known)
+        grads = ops.deform_conv.gradients(grad, *tensors, *self.rest, needs, checked=unchanged)
+        return [g if need else None for g, need in zip(grads, needs, strict=True)]
+
+
+class _DirectConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Convolution, *tensors: Tensor | None) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors)
+        return plan.forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        needs = list(ctx.needs_input_grad[1:])
+        return None, *ctx.plan.gradients(grad, ctx.saved_tensors, needs)
+
+
+_apply_convolution: Any = super(torch.autograd.Function, _DirectConvolution).apply

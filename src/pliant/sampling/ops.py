@@ -146,7 +146,7 @@ class Operator:
             out = self.forward(*args)
         elif in_transform():
             out = self.function.apply(*args)
-        elif torch.is_grad_enabled() and _wants_gradient(args):
+        elif torch.is_grad_enabled() and wants_gradient(args):
             out = self.eager(*unwrap_dead_wrappers(args))
         elif observed(args):
             out = self.forward(*args)
@@ -230,7 +230,7 @@ def _full_precision(kernel: Callable[..., Any], first: Tensor, *rest: Any) -> An
     return kernel(first, *rest)
 
 
-def _wants_gradient(args: Sequence[Any]) -> bool:
+def wants_gradient(args: Sequence[Any]) -> bool:
     for a in args:  # noqa: SIM110 - any() is slower
         if isinstance(a, Tensor) and a.requires_grad:
             return True
@@ -243,7 +243,7 @@ def in_transform() -> bool:
 
 
 def transformed(args: Sequence[Any]) -> bool:
-    return in_transform() or (torch.is_grad_enabled() and _wants_gradient(args))
+    return in_transform() or (torch.is_grad_enabled() and wants_gradient(args))
 
 
 def observed(args: Sequence[Any]) -> bool:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 import pliant
 
-from ...functional.convolution import Steps, convolve
+from ...functional.convolution import convolve
 from ...sampling import checks, ops
+from ...sampling.direct import Steps
 from ..spelling import also_spelled, check_groups
 
 

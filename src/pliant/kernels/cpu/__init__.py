@@ -6,7 +6,13 @@ launch.py, convolution.py
 csrc/        the kernels; taps.h is the only place that knows corners, masks and derivatives
 """
 
-from .convolution import deform_columns, deform_columns_backward, deform_conv, deform_conv_backward
+from .convolution import (
+    deform_columns,
+    deform_columns_backward,
+    deform_conv,
+    deform_conv_backward,
+    plan_conv,
+)
 from .launch import plan_sum, plan_sum_backward, sample_sum, sample_sum_backward
 from .library import describe, missing, supports
 
@@ -17,6 +23,7 @@ __all__ = [
     "deform_conv_backward",
     "describe",
     "missing",
+    "plan_conv",
     "plan_sum",
     "plan_sum_backward",
     "sample_sum",

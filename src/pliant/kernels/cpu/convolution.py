@@ -1,7 +1,7 @@
 """Deformable convolution, and its columns alone: tensors to pointers and strides, and one call."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,25 @@ def deform_conv(
     geometry = Geometry(weight.shape[2:], stride, padding, dilation)
     _forward(out, input, offset, mask, weight, bias, geometry)
     return out
+
+
+def plan_conv(
+    input: Tensor,
+    offset: Tensor,
+    mask: MaybeTensor,
+    weight: Tensor,
+    bias: MaybeTensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+) -> Callable[..., Tensor]:
+    """deform_conv of tensors in the memory layout of these."""
+
+    def planned(*tensors: Any) -> Tensor:
+        input, offset, mask, weight, bias = tensors
+        return deform_conv(input, offset, mask, weight, bias, stride, padding, dilation)
+
+    return planned
 
 
 def deform_conv_backward(

@@ -7,6 +7,7 @@
                                    lists.py those for few samples in 16 bits
     convolution.py, convolution_backward.py
                                    deformable convolution, kernels and launchers
+    transpose.py                   the change of layout before and after
     launch.py, tuning.py           launches that are worked out once; block sizes
 
 This file imports no Triton, so that a machine without it can be told so.
@@ -27,6 +28,7 @@ from pliant.sampling.problem import FEATURE_DTYPES
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 _HOMES = {
+    "plan_conv": "convolution",
     "plan_sum": "sum",
     "plan_sum_backward": "sum",
     "sample_sum": "sum",

@@ -333,21 +333,46 @@ def deform_conv(
     dilation: Pair,
 ) -> Tensor:
     """The columns multiplied with `weight` [Co, C/groups, kh, kw], never stored; rounded once."""
-    n, (co, _, kh, kw), (ho, wo) = input.shape[0], weight.shape, offset.shape[2:]
+    operands = (input, offset, mask, weight, bias)
+    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    key = (deform_conv, input.device, *signature(operands, geometry))
+    return remembered(key, lambda: plan_conv(*operands, *geometry[1:]))(*operands)
+
+
+def plan_conv(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+) -> Callable[..., Tensor]:
+    """deform_conv of tensors in the memory layout of these."""
+    size = (input.shape[0], weight.shape[0], *offset.shape[2:])
     last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
     form = torch.channels_last if last else torch.contiguous_format
-    out = torch.empty((n, co, ho, wo), dtype=input.dtype, device=input.device, memory_format=form)
-    if out.numel() == 0:
+    empty, dtype, device = input.numel() == 0, input.dtype, input.device
+    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    plans: dict[str, Convolution] = {}  # by what PyTorch is told of products, at each call
+
+    def planned(
+        input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        out = torch.empty(size, dtype=dtype, device=device, memory_format=form)
+        if out.numel() == 0:
+            return out
+        if empty:
+            return out.zero_() if bias is None else out.copy_(bias.view(1, -1, 1, 1).expand(size))
+        exact = precision(dtype)
+        if exact not in plans:
+            plans[exact] = Convolution(input, offset, mask, weight, bias, geometry, exact, last)
+        with _device_of(input):
+            plans[exact](input, offset, mask, weight, bias, out)
         return out
-    if input.numel() == 0:
-        return out.zero_() if bias is None else out.copy_(bias.view(1, co, 1, 1).expand_as(out))
-    geometry, exact = Geometry((kh, kw), stride, padding, dilation), precision(input.dtype)
-    operands = (input, offset, mask, weight, bias)
-    key = (deform_conv, input.device, exact, *signature(operands, geometry))
-    plan = remembered(key, lambda: Convolution(*operands, geometry, exact, last))
-    with _device_of(input):
-        plan(*operands, out)
-    return out
+
+    return planned
 
 
 def signature(operands: Iterable[Tensor | None], geometry: Geometry) -> tuple[Hashable, ...]:
@@ -382,6 +407,9 @@ class Convolution:
         made = weight.new_empty((1, co, ho, wo), device="meta")
         choices = options(input, offset, mask, made, weight[None])
         shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
+        moved = offset.data_ptr() != shifts.data_ptr()
+        moved |= mask is not None and mask.data_ptr() != given.data_ptr()
+        self.moved = moved  # a flat view of them does not exist
         self.convolve = Launch(
             convolve, (blocks, splits),
             (n, q // align, h, w, wo, *shifts.stride(), *given.stride()),
@@ -405,8 +433,8 @@ class Convolution:
         bias: Tensor | None,
         out: Tensor,
     ) -> None:
-        shifts = offset.flatten(2)
-        given = shifts if mask is None else mask.flatten(2)
+        shifts = offset.flatten(2) if self.moved else offset
+        given = shifts if mask is None else mask.flatten(2) if self.moved else mask
         filters = self.filters(weight)
         added = filters if bias is None else bias.contiguous()
         target = out

@@ -27,9 +27,9 @@ def apart(value: Tensor, samples: int) -> bool:
     """Whether features [N, S, G, K, D] are copied before that many samples read them.
 
     A channel that lies by itself costs a sample eight times the traffic of one among others. With
-    a sample to four pixels that takes as long as copies do, of the features and of their gradient.
+    a sample to six pixels that takes as long as copies do, of the features and of their gradient.
     """
-    return value.shape[4] > 1 and value.stride(4) > 1 and 4 * samples >= value.shape[1]
+    return value.shape[4] > 1 and value.stride(4) > 1 and 6 * samples >= value.shape[1]
 
 
 def query_tile(
