@@ -82,7 +82,10 @@ def twice(step):
     by_triton, by_us = passed[: len(passed) // 2], passed[len(passed) // 2 :]
     assert [len(args) for args in by_triton] == [len(args) for args in by_us] != []
     for theirs, ours in zip(sum(by_triton, ()), sum(by_us, ())):
-        assert isinstance(ours, torch.Tensor) or theirs == ours, (theirs, ours)
+        if isinstance(theirs, torch.Tensor):  # results are made anew
+            assert type(ours) is int and ours % 16 == theirs.data_ptr() % 16
+        else:
+            assert theirs == ours, (theirs, ours)
 
 
 from pliant.kernels.triton import launch, sum as kernels, tuning

@@ -32,10 +32,11 @@ class Launch:
         self.compiled: dict[Hashable, Any] = {}  # by the tensors' alignment
 
     def __call__(self, *tensors: Tensor) -> None:
+        pointers = [x.data_ptr() for x in tensors]
         together = 0
-        for x in tensors:
-            together |= x.data_ptr()
-        aligned = 0 if together % 16 == 0 else tuple(x.data_ptr() % 16 for x in tensors)
+        for pointer in pointers:
+            together |= pointer
+        aligned = 0 if together % 16 == 0 else tuple(pointer % 16 for pointer in pointers)
         compiled = self.compiled.get(aligned)
         if compiled is None:
             compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
@@ -50,9 +51,10 @@ class Launch:
         if getattr(hook, "calls", hook):  # a profiler of Triton's listens
             compiled[self.grid](*tensors, *self.rest, stream=stream)
         else:
+            # Pointers are taken as they are; a tensor is asked for its own, and then the driver.
             compiled.run(
                 *self.grid, stream, compiled.function, compiled.packed_metadata,
-                None, None, None, *tensors, *self.rest,
+                None, None, None, *pointers, *self.rest,
             )  # fmt: skip
 
 
