@@ -24,7 +24,6 @@ settings.load_profile("pliant")
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import numpy as np
     from triton.runtime import interpreter
 
     # Triton's interpreter prepares the language again at every call of a function, which takes a
@@ -36,16 +35,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
-
-    # It takes what atomics get for contiguous memory, even if that was broadcast.
-    add = interpreter.InterpreterBuilder.create_atomic_rmw
-
-    def contiguous(self: Any, op: Any, *args: Any) -> Any:
-        for x in args[:3]:  # where, what, mask
-            x.data = np.ascontiguousarray(x.data)
-        return add(self, op, *args)
-
-    interpreter.InterpreterBuilder.create_atomic_rmw = contiguous
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pliant
@@ -101,6 +103,11 @@ def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None) -> None:
         torch.testing.assert_close(torch.func.grad(lambda x: convolve(x).sum())(x), slope)
         with torch.autocast("cpu", torch.bfloat16):
             assert convolve(x).dtype == torch.bfloat16
+        for recorded in (make_fx(lambda x: convolve(x))(x), torch.jit.trace(convolve, x)):
+            assert "deform_conv" in str(getattr(recorded, "graph", ""))
+            assert torch.equal(recorded(x), expected)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
+            convolve(forward_ad.make_dual(x, x))
     with_bias = convolve(x, bias=torch.ones(3))
     torch.testing.assert_close(with_bias, expected + 1)
     for wrong in (True, (True, 1), (1, 1, 1), 1.0):
@@ -110,6 +117,33 @@ def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None) -> None:
         convolve(x, impl=["cpu"])
     with pytest.raises(ValueError, match=r"the output's size \[Ho, Wo\] = \[8, 8\]"):
         convolve(x, padding=2)
+
+
+def test_autocast_is_that_of_the_operands_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own question about any autocast leaves out some devices."""
+    x, offset, weight = torch.rand(2, 4, 6, 6), torch.rand(2, 18, 6, 6), torch.rand(3, 4, 3, 3)
+    monkeypatch.setattr(checks, "autocast", lambda device: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float16)
+    for _ in range(2):
+        assert pliant.deform_conv2d(x, offset, weight, padding=1).dtype == torch.float16
+    monkeypatch.undo()
+    with pytest.raises(TypeError, match="weight must have the dtype of input"):
+        pliant.deform_conv2d(x.half(), offset, weight, padding=1)
+
+
+@pytest.mark.parametrize("operator", ["attention", "convolution"])
+def test_compiled_autograd_sees_one_graph(operator: str) -> None:
+    if operator == "attention":
+        leaf = tensors()[0].requires_grad_()
+        out = pliant.multi_scale_deformable_attn(leaf, LEVELS, None, *rest)
+    else:
+        leaf = torch.rand(2, 4, 6, 6, requires_grad=True)
+        others = torch.rand(2, 18, 6, 6), torch.rand(3, 4, 3, 3)
+        out = pliant.deform_conv2d(leaf, *others, padding=1)
+    expected = torch.autograd.grad(out.sum(), leaf, retain_graph=True)[0]
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        out.sum().backward()
+    torch.testing.assert_close(leaf.grad, expected)
 
 
 def negative(x: Tensor) -> Tensor:

@@ -243,6 +243,18 @@ def test_where_channels_are_brought_together():
     assert not asked(1, 600, 8, 1, 1, samples=100)  # one channel lies beside itself
     same = torch.empty(1, 600, 8, 1, 1, device="meta").expand(-1, -1, -1, -1, 32)
     assert not tuning.apart(same, 100)
+    batch = turned(torch.empty(1, 600, 8, 1, 32, device="meta")).expand(4, -1, -1, -1, -1)
+    assert not tuning.apart(batch, 100)
+
+
+def test_gradients_of_copied_features_have_the_strides_that_were_promised():
+    """Along axes of length 1, too."""
+    args = problem(ATTENTION, batch=1, groups=1)
+    far = args[0].repeat_interleave(2, -1)
+    args[0] = far.as_strided((1, 37, 1, 1, 8), (2, 16, 16, 4, 2))
+    _, grad, *_ = compare(args, tolerance=3e-6)
+    promised = torch.empty_like(args[0]).stride()
+    assert grad.stride() == promised != torch.empty(args[0].shape).stride()
 
 
 def test_pairs_in_every_item_of_a_batch(monkeypatch):

@@ -51,7 +51,7 @@ def deform_conv2d(
     op, tensors = "deform_conv2d", (input, offset, mask, weight, bias)
     key = direct.convolution_key(op, tensors, (stride, padding, dilation), impl)
     if key is not None:
-        key = None if _is_autocast() else key
+        key = None if input is None or checks.autocast(input.device.type) else key
         if plan := direct.recall(key):
             return plan(*tensors)  # type: ignore[no-any-return]
     _check_conv(
@@ -71,9 +71,6 @@ def deform_conv2d(
     if key is None:
         return convolve(*tensors, steps, chosen)
     return direct.remember(key, direct.Convolution(tensors, steps, chosen))(*tensors)
-
-
-_is_autocast = torch._C._is_any_autocast_enabled
 
 
 def convolve(

@@ -14,6 +14,20 @@ from . import INTERPRET
 
 T = TypeVar("T")
 
+if INTERPRET:
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    _add = InterpreterBuilder.create_atomic_rmw
+
+    def _contiguous(self: Any, op: Any, *args: Any) -> Any:
+        """The interpreter takes where, what and mask for contiguous, even if one was broadcast."""
+        for x in args[:3]:
+            x.data = np.ascontiguousarray(x.data)
+        return _add(self, op, *args)
+
+    InterpreterBuilder.create_atomic_rmw = _contiguous
+
 
 class Launch:
     """A kernel, its grid and all arguments but the tensors: what the sizes of a problem fix.

@@ -317,7 +317,7 @@ def _backward_apart(
     differentiate = _backward(*operands, policy, needs, [near.stride(), *strides[1:]])
 
     def start(grad: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
-        grad_value, *others = differentiate(grad, join(value), *rest)
+        grad_value, *others = differentiate(grad, join(value) if any(needs) else value, *rest)
         return grad_value if grad_value is None else part(grad_value, value), *others
 
     return start
@@ -340,8 +340,8 @@ def _join(like: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _part(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """The way back, from such a copy to the layout of `like`, which the second argument has."""
-    if like.is_contiguous():
-        return lambda x, like: x
+    if like.is_contiguous():  # as far as its axes are longer than 1
+        return lambda x, like: x.as_strided(x.shape, torch.empty_like(like, device="meta").stride())
     if not _turned(like):
         return lambda x, like: torch.empty_like(like).copy_(x)
     n, s, *channels = like.shape

@@ -29,7 +29,9 @@ def apart(value: Tensor, samples: int) -> bool:
     A channel that lies by itself costs a sample eight times the traffic of one among others. With
     a sample to six pixels that takes as long as copies do, of the features and of their gradient.
     """
-    return value.shape[4] > 1 and value.stride(4) > 1 and 6 * samples >= value.shape[1]
+    n, pixels, *_, channels = value.shape
+    expanded = n > 1 and value.stride(0) == 0
+    return channels > 1 and value.stride(4) > 1 and not expanded and 6 * samples >= pixels
 
 
 def query_tile(
