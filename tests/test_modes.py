@@ -77,6 +77,7 @@ def test_a_mode_leaves_nothing_to_the_next_call(pair: tuple[str, str], impl: str
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("impl", [None, *IMPLS])
 def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None) -> None:
     """What a plain call has planned serves none that is not plain."""
