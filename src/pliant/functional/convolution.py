@@ -49,11 +49,9 @@ def deform_conv2d(
         torch.Size([2, 32, 8, 8])
     """
     op, tensors = "deform_conv2d", (input, offset, mask, weight, bias)
-    key = direct.convolution_key(op, tensors, (stride, padding, dilation), impl)
-    if key is not None:
-        key = None if input is None or checks.autocast(input.device.type) else key
-        if plan := direct.recall(key):
-            return plan(*tensors)  # type: ignore[no-any-return]
+    key = direct.convolution_key(*tensors, (stride, padding, dilation), impl)
+    if key is not None and (plan := direct.recall(key)):
+        return plan(*tensors)  # type: ignore[no-any-return]
     _check_conv(
         checks.signature(op, "input", input),
         checks.signature(op, "offset", offset),
@@ -87,9 +85,7 @@ def convolve(
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    tensors = (input, offset, mask, weight, bias)
-    plan = direct.Convolution.of(tensors, steps, impl)
-    return ops.deform_conv(*tensors, *steps, impl) if plan is None else plan(*tensors)
+    return ops.deform_conv(input, offset, mask, weight, bias, *steps, impl)
 
 
 def deform_columns(

@@ -217,21 +217,22 @@ Filtered = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 def convolution_key(
-    op: str, tensors: Sequence[Any], steps: Sequence[Any], impl: str | None
+    input: Any, offset: Any, mask: Any, weight: Any, bias: Any, steps: Sequence[Any], impl: Any
 ) -> Hashable:
-    """What two convolutions have in common if one plan serves both; None if this one is observed,
-    or its steps are not plain integers.
+    """What two calls of `deform_conv2d` have in common if one plan serves both; None if this one is
+    observed, or in autocast, or its steps are not plain integers.
     """
     if ops.observed(()) or ops.in_transform() or not (impl is None or type(impl) is str):
         return None
-    signatures = [() if x is None else _signature(x) for x in tensors]
-    if None in signatures:
+    signatures = [_signature(x) for x in (input, offset, weight)]
+    signatures += [() if x is None else _signature(x) for x in (mask, bias)]
+    if None in signatures or checks.autocast(input.device.type):
         return None
     for step in steps:
         pair = type(step) is tuple and len(step) == 2 and type(step[0]) is type(step[1]) is int
         if not (pair or type(step) is int):
             return None
-    return (op, *signatures, *steps, impl)
+    return ("deform_conv2d", *signatures, *steps, impl)
 
 
 class Convolution:
@@ -243,14 +244,6 @@ class Convolution:
         self.kernel: Any = None  # none: the long way
         if self.backend != "reference":
             self.kernel = ops.backend(self.backend).plan_conv(*tensors, *steps)
-
-    @staticmethod
-    def of(tensors: Filtered, steps: Steps, impl: str) -> "Convolution | None":
-        """That of tensors that fit together; none if they are observed."""
-        key = convolution_key("deform_conv", tensors, steps, impl)
-        if key is None:
-            return None
-        return recall(key) or remember(key, Convolution(tensors, steps, impl))
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() and ops.wants_gradient(tensors):

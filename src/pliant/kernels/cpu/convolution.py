@@ -83,23 +83,9 @@ def deform_conv(
     return out
 
 
-def plan_conv(
-    input: Tensor,
-    offset: Tensor,
-    mask: MaybeTensor,
-    weight: Tensor,
-    bias: MaybeTensor,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-) -> Callable[..., Tensor]:
-    """deform_conv of tensors in the memory layout of these."""
-
-    def planned(*tensors: Any) -> Tensor:
-        input, offset, mask, weight, bias = tensors
-        return deform_conv(input, offset, mask, weight, bias, stride, padding, dilation)
-
-    return planned
+def plan_conv(*operands: Any) -> Callable[..., Tensor]:
+    """deform_conv of tensors like these, with their steps: nothing is worked out before."""
+    return lambda *tensors: deform_conv(*tensors, *operands[5:])
 
 
 def deform_conv_backward(

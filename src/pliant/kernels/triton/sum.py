@@ -227,7 +227,16 @@ def _backward(
     """
     samples = _samples(loc, shapes)
     if tuning.apart(value, samples):
-        return _backward_apart(grad, value, shapes, starts, loc, weight, policy, needs, strides)
+        near, join = _dense(value), _join(value)
+        part = _part(near.as_strided(near.shape, strides[0]))
+        operands = (grad, near, shapes, starts, loc, weight)
+        differentiate = _backward(*operands, policy, needs, [near.stride(), *strides[1:]])
+
+        def through_copies(grad: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+            grad_value, *others = differentiate(grad, join(value) if any(needs) else value, *rest)
+            return None if grad_value is None else part(grad_value, value), *others
+
+        return through_copies
     (to_value, to_loc, to_weight), n = needs, value.shape[0]
     moved = to_loc and policy.interpolation != "nearest"
     acc = accumulator(value.dtype)
@@ -295,30 +304,6 @@ def _backward(
             if rounded:
                 grad_value[part].copy_(sums)
         return grad_value, grad_loc, grad_weight
-
-    return start
-
-
-def _backward_apart(
-    grad: Tensor,
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    loc: Tensor,
-    weight: Tensor,
-    policy: Policy,
-    needs: Sequence[bool],
-    strides: Sequence[tuple[int, ...]],
-) -> Callable[..., tuple[Tensor | None, ...]]:
-    """_backward through a copy of the features, whose gradient is brought into their layout."""
-    near, join = _dense(value), _join(value)
-    part = _part(near.as_strided(near.shape, strides[0]))
-    operands = (grad, near, shapes, starts, loc, weight)
-    differentiate = _backward(*operands, policy, needs, [near.stride(), *strides[1:]])
-
-    def start(grad: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
-        grad_value, *others = differentiate(grad, join(value) if any(needs) else value, *rest)
-        return grad_value if grad_value is None else part(grad_value, value), *others
 
     return start
 
