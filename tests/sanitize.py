@@ -208,8 +208,8 @@ def mode(way: str, written: bool = False) -> Iterator[None]:
     precise = torch.backends.cuda.matmul.allow_tf32
     before = torch.are_deterministic_algorithms_enabled()
     with ExitStack() as stack:
-        for module, name in ((launch, "_remembered"), (direct, "_plans")):
-            stack.enter_context(mock.patch.object(module, name, {}))
+        stack.enter_context(mock.patch.object(launch, "_remembered", {}))
+        stack.enter_context(mock.patch.object(direct, "plans", direct.Plans()))
         if written:
             stack.enter_context(mock.patch.object(convolution_backward, "_summed", into_zeros))
         for rule in rules.get(way, []):

@@ -195,7 +195,7 @@ def test_demo_fails_for_a_wrong_kernel(
     monkeypatch.setattr(kernels, operator, spoilt)
     plan = operator.replace("sample", "plan")  # which the reference has not
     monkeypatch.setattr(kernels, plan, lambda *args: None, raising=False)
-    monkeypatch.setattr(direct, "_plans", {})
+    monkeypatch.setattr(direct, "plans", direct.Plans())
     assert cli.main([*ATTENTION, "--picture", str(tmp_path / "p.png")]) == 1
     out = capsys.readouterr().out
     for what in wrong:

@@ -1,6 +1,9 @@
 # ruff: noqa: E501  (messages stand here whole)
 """Bad input: each message by its whole text, and nothing is computed before it."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pliant
-from pliant.sampling import ops
+from pliant.sampling import maps, ops
 
 ATTN, GEO = "multi_scale_deformable_attn", "geometric_kernel_attention"
 AGG, CONV, COLS = "deformable_aggregation", "deform_conv2d", "deform_columns"
@@ -340,6 +343,16 @@ def test_the_cases_are_bad_only_by_their_change(good: Callable[..., Callable[[],
     assert good()().isfinite().all()
 
 
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_the_check_of_device_metadata_is_asked_for_in_the_environment(value: str | None) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PLIANT_CHECK"}
+    if value is not None:
+        environment["PLIANT_CHECK"] = value
+    code = "from pliant.sampling import maps; print(maps.CHECKED)"
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert told.stdout.split() == [str(value == "1").encode()]
+
+
 def test_device_metadata_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a device whose metadata are not read by default")
@@ -350,6 +363,6 @@ def test_device_metadata_are_checked_on_request(monkeypatch: pytest.MonkeyPatch)
         "attention_weights": torch.rand(2, 7, 3, 2, 5).cuda(),
     }
     attention(spatial_shapes=shapes, level_start_index=None, **tensors)()
-    monkeypatch.setenv("PLIANT_CHECK", "1")
+    monkeypatch.setattr(maps, "CHECKED", True)
     with pytest.raises(ValueError, match="must end within the 26 rows"):
         attention(spatial_shapes=shapes, level_start_index=None, **tensors)()

@@ -413,12 +413,12 @@ def test_operands_that_the_kernels_convert(positions: torch.dtype, strided: bool
 def test_incoming_gradients_of_ever_new_layouts_are_not_all_remembered() -> None:
     value, loc = torch.rand(2, 20, 2, 3, requires_grad=True), torch.rand(2, 6, 2, 1, 4, 2)
     weights = torch.rand(2, 6, 2, 1, 4)
-    direct._plans.clear()
+    direct.plans.kept.clear()
     for more in range(100):
         out = pliant.multi_scale_deformable_attn(value, [(4, 5)], None, loc, weights)
         torch.cat([out, torch.ones(2, more, 6)], 1).square().sum().backward()
-    [(_, plans)] = direct._plans.values()
-    [plan] = plans.values()
+    [[(_, (_, by_maps))]] = direct.plans.kept.values()
+    [[(_, plan)]] = by_maps.kept.values()
     assert 1 <= len(plan.backwards) <= 64
 
 

@@ -316,9 +316,68 @@ def test_the_short_way_is_the_long_one(operator: str, monkeypatch: pytest.Monkey
             assert all(map(torch.equal, short, long))
 
 
+PLANNED = [*OPERATORS[:3], "deform_conv2d"]
+
+
+@pytest.mark.parametrize("operator", PLANNED)
+def test_a_plan_serves_tensors_like_those_it_was_made_for(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    for kind in (direct.Plan, direct.Convolution):
+        make = kind.__init__
+        counted = lambda self, *args, make=make: (made.append(self), make(self, *args))[1]  # noqa: E731
+        monkeypatch.setattr(kind, "__init__", counted)
+    monkeypatch.setattr(direct, "plans", direct.Plans())
+    tensors, function = _problem(operator, torch.float32)
+    expected = function(*tensors)  # type: ignore[operator]
+    assert torch.equal(function(*(t.clone() for t in tensors)), expected)  # type: ignore[operator]
+    assert len(made) == 1
+    with torch.no_grad():
+        function(*tensors)  # type: ignore[operator]
+    assert len(made) == 1
+    function(*(t.double() for t in tensors))  # type: ignore[operator]
+    function(*(torch.cat([t, t]) if t.shape[0] == 2 else t for t in tensors))  # type: ignore[operator]
+    turned = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in tensors]
+    torch.testing.assert_close(function(*turned), expected)  # type: ignore[operator]
+    assert len(made) == 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+@pytest.mark.parametrize("operator", PLANNED)
+@pytest.mark.parametrize("form", ["nested", "sparse", "csr", "mkldnn"])
+def test_tensors_without_strides_are_refused_where_a_plan_exists(operator: str, form: str) -> None:
+    """A guard that looks at them ends the process."""
+    tensors, function = _problem(operator, torch.float32)
+    function(*tensors)  # type: ignore[operator]
+    changed = {
+        "nested": lambda x: torch.nested.nested_tensor(list(x)),
+        "sparse": lambda x: x.to_sparse(),
+        "csr": lambda x: x.to_sparse_csr(),
+        "mkldnn": lambda x: x.to_mkldnn(),
+    }[form]
+    for i, x in enumerate(tensors):
+        bad = [*tensors[:i], changed(x.reshape(len(x), -1)), *tensors[i + 1 :]]
+        with pytest.raises(TypeError, match=f"^{operator}: .* must be a dense tensor, got"):
+            function(*bad)  # type: ignore[operator]
+
+
+def test_plans_of_ever_new_layouts_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "plans", direct.Plans())
+    (value, loc, weights), function = _problem("multi_scale_deformable_attn", torch.float32)
+    for more in range(40):  # the same sizes, other strides
+        wide = torch.cat([value, torch.ones(2, more, 3, 4)], 1)[:, :26]
+        function(wide, loc, weights)  # type: ignore[operator]
+    [alike] = direct.plans.kept.values()
+    assert len(alike) == 16
+    for more in range(1100):
+        direct.plans.keep(more, None, value)
+    assert len(direct.plans.kept) <= 1024
+
+
 def test_automatic_choice_falls_back_and_says_why(caplog, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     tensors, function = _problem("multi_scale_deformable_attn")
-    monkeypatch.setattr(direct, "_plans", {})
+    monkeypatch.setattr(direct, "plans", direct.Plans())
     monkeypatch.setattr(ops.backend("cpu"), "supports", lambda *a: ["it is Sunday", "it rains"])
     with caplog.at_level(logging.DEBUG, logger="pliant"), ops.record() as calls:
         function(*tensors)

@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1) on a choice of the cases.
 """
 
+import contextlib
 import os
 from unittest import mock
 
@@ -37,7 +38,7 @@ gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
 def _plan_anew(monkeypatch):
     """Tests change the rules that plans are made by."""
     monkeypatch.setattr(launch, "_remembered", {})
-    monkeypatch.setattr(direct, "_plans", {})
+    monkeypatch.setattr(direct, "plans", direct.Plans())
 
 
 def chosen():
@@ -917,12 +918,28 @@ def test_runs_on_the_current_stream(operator):
 
 def test_another_device_than_the_current_one_becomes_it(monkeypatch):
     class Far:
-        is_cuda, device = True, torch.device("cuda", 5)
+        device = torch.device("cuda", 5)
 
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 5, raising=False)
-    assert launch._device_of(Far()) is launch._here
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 4, raising=False)
-    assert launch._device_of(Far()).idx == 5
+        def data_ptr(self):
+            return 256
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args: launched.append((current[-1], args))
+
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    current, launched, far = [4], [], Far()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launch, "INTERPRET", True)
+    launch.Launch(Kernel(), (1,), (7,))(far)
+    assert launched == [(5, (far, 7))]
+    assert current == [4]
 
 
 @gpu_only

@@ -49,8 +49,8 @@ def deform_conv2d(
         torch.Size([2, 32, 8, 8])
     """
     op, tensors = "deform_conv2d", (input, offset, mask, weight, bias)
-    key = direct.convolution_key(*tensors, (stride, padding, dilation), impl)
-    if key is not None and (plan := direct.recall(key)):
+    key, given = direct.convolution_key(*tensors, (stride, padding, dilation), impl)
+    if key is not None and (plan := direct.plans.recall(key, *given)):
         return plan(*tensors)  # type: ignore[no-any-return]
     _check_conv(
         checks.signature(op, "input", input),
@@ -66,9 +66,11 @@ def deform_conv2d(
         checks.autocast(input.device.type),
     )
     chosen = ops.implementation(op, impl, input, offset, mask)
-    if key is None:
+    if key is None or not all(map(ops.plain, given)):
         return convolve(*tensors, steps, chosen)
-    return direct.remember(key, direct.Convolution(tensors, steps, chosen))(*tensors)
+    plan = direct.Convolution(tensors, steps, chosen)
+    direct.plans.keep(key, plan, *given)
+    return plan(*tensors)
 
 
 def convolve(

@@ -9,36 +9,62 @@ goes through views and the registered operator instead.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch.nn import Parameter
 
 from . import checks, ops
 from .layout import Layout
-from .maps import Metadata, Names, resolve
+from .maps import Metadata, Names, resolve, taken_as_given
 
 Given = tuple[Tensor, Metadata, Metadata | None, Tensor, Tensor]
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # value, shapes, starts, loc, weight
 
-T = TypeVar("T")
-_Plans = dict[Hashable, "Plan"]
-
-# By operator and signatures, for those that passed: the plan of a convolution; of a sum, the sizes
-# of the maps' axes, and the plans by backend and dtypes of the maps.
-_plans: dict[Hashable, Any] = {}
 _strided = torch.strided
 
 
-def remember(key: Hashable, plan: T) -> T:
-    if len(_plans) >= 1024:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
+class Plans:
+    """What was worked out for tensors, by a key: found again for others like them.
+
+    These have the same types, dtypes, devices, sizes, strides and flags, which the guards of
+    PyTorch's compiler compare in a tenth of the time that it takes here to ask for them.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[Hashable, list[tuple[TensorGuards, Any]]] = {}
+
+    def recall(self, key: Hashable, *tensors: Any) -> Any:
+        """The tensors must be `ordinary`."""
+        for guard, kept in self.kept.get(key, ()):
+            if guard.check(*tensors):
+                return kept
+        return None
+
+    def keep(self, key: Hashable, what: Any, *tensors: Tensor) -> None:
+        if len(self.kept) >= 1024:
+            self.kept.clear()
+        sizes: Any = [list(x.shape) for x in tensors]
+        strides: Any = [list(x.stride()) for x in tensors]
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        alike = self.kept.setdefault(key, [])
+        del alike[:-15]
+        alike.append((guard, what))
 
 
-def recall(key: Hashable) -> Any:
-    return _plans.get(key)
+def ordinary(*tensors: Any) -> bool:
+    """Whether a guard may look at them: others have no strides, and it would end the process."""
+    for x in tensors:
+        kind = type(x)
+        if not (kind is Tensor or kind is Parameter) or x.layout is not _strided or x.is_nested:
+            return False
+    return True
+
+
+# Of a convolution its plan; of a sum the sizes of the maps' axes, and its plans by `impl` and maps.
+plans = Plans()
 
 
 def sample_sum(
@@ -53,58 +79,56 @@ def sample_sum(
     `check` raises if the signatures of value, loc and weight do not fit together, and gives the
     sizes of the maps' axes.
     """
-    value, given_shapes, given_starts, loc, weight = given
+    value, shapes, starts, loc, weight = given
     known = key = None
-    if not (ops.observed(()) or ops.in_transform()):
-        key = (names.op, _signature(value), _signature(loc), _signature(weight))
-        known = _plans.get(key)
-    expected, plans = known or _checked(names, check, key, value, loc, weight)
-    tracing = plans is None and checks.tracing()
-    shapes, starts = resolve(names, value, given_shapes, given_starts, expected, tracing)
+    if ordinary(value, loc, weight) and not (ops.observed(()) or ops.in_transform()):
+        key = (names.op, value.shape, loc.shape)
+        known = plans.recall(key, value, loc, weight)
+        hashable = impl is None or type(impl) is str
+        if known is not None and hashable and taken_as_given(value) and ordinary(shapes, starts):
+            plan = known[1].recall(impl, shapes, starts)
+            if plan is not None:
+                return plan(*given)  # type: ignore[no-any-return]
+    expected, by_maps = known or _checked(names, check, key, value, loc, weight)
+    tracing = by_maps is None and checks.tracing()
+    shapes, starts = resolve(names, value, shapes, starts, expected, tracing)
     operands = (value, shapes, starts, loc, weight)
     chosen = ops.implementation(names.op, impl, value, loc, weight)
-    if plans is None or not (type(shapes) is type(starts) is Tensor):
+    if by_maps is None or not (ops.plain(shapes) and ops.plain(starts)):
         return _observed(layout, operands, chosen)
-    kind = (chosen, shapes.dtype, starts.dtype)
-    plan = plans.get(kind)
+    plan = by_maps.recall(impl, shapes, starts)
     if plan is None:
-        plan = plans[kind] = Plan(layout, operands, chosen)
-    if plan.kernel is None:
-        return _observed(layout, operands, chosen)
-    if torch.is_grad_enabled() and (
-        value.requires_grad or loc.requires_grad or weight.requires_grad
-    ):
-        return _apply(plan, *operands)  # type: ignore[no-any-return]
-    return plan.forward(*operands)
-
-
-def _signature(x: Any) -> Hashable:
-    """That of a tensor in which nothing is hidden; None for anything else."""
-    if ops.plain(x) and x.layout is _strided and not x.is_nested:
-        return x.shape, x.stride(), x.dtype, x.device
-    return None
+        plan = Plan(layout, operands, chosen)
+        by_maps.keep(impl, plan, shapes, starts)
+    return plan(*operands)  # type: ignore[no-any-return]
 
 
 def _checked(
     names: Names,
     check: Callable[..., tuple[int, ...]],
-    key: tuple[Hashable, ...] | None,
+    key: Hashable,
     value: Any,
     loc: Any,
     weight: Any,
-) -> tuple[tuple[int, ...], _Plans | None]:
+) -> tuple[tuple[int, ...], Plans | None]:
     """The sizes of the maps' axes, and where to keep plans; nowhere if the call is observed."""
     expected = check(
         checks.signature(names.op, names.value, value),
         checks.signature(names.op, names.loc, loc),
         checks.signature(names.op, names.weight, weight),
     )
-    if key is None or None in key:
+    if key is None or not (ops.plain(value) and ops.plain(loc) and ops.plain(weight)):
         return expected, None
-    return remember(key, (expected, {}))
+    known = (expected, Plans())
+    plans.keep(key, known, value, loc, weight)
+    return known
 
 
-def _observed(layout: Layout, operands: Operands, impl: str) -> Tensor:
+def _signature(x: Tensor) -> Hashable:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _observed(layout: Layout, operands: Sequence[Any], impl: str) -> Tensor:
     return ops.sample_sum(*layout.views(*operands), *layout.policy, impl).flatten(2)
 
 
@@ -124,6 +148,16 @@ class Plan:
             self.channels = views[0].shape[2:]
             size = (value.shape[0], loc.shape[1], math.prod(self.channels))
             self.kernel = ops.backend(self.backend).plan_sum(*views, layout.policy, size)
+
+    def __call__(self, *operands: Any) -> Tensor:
+        if self.kernel is None:
+            return _observed(self.layout, operands, self.impl)
+        value, _, _, loc, weight = operands
+        if torch.is_grad_enabled() and (
+            value.requires_grad or loc.requires_grad or weight.requires_grad
+        ):
+            return _apply(self, *operands)  # type: ignore[no-any-return]
+        return self.forward(*operands)
 
     def forward(self, *operands: Tensor) -> Tensor:
         out: Tensor | None = self.kernel(*operands)
@@ -168,7 +202,7 @@ class Plan:
         """
         floats = zip((value, loc, weight), self.signatures, strict=True)
         return (
-            all((x.shape, x.stride(), x.dtype, x.device) == known for x, known in floats)
+            all(_signature(x) == known for x, known in floats)
             and self.maps == (shapes.shape, shapes.dtype, starts.dtype)
             and starts.shape == shapes.shape[:-1]
             and shapes.device == starts.device == value.device
@@ -218,21 +252,21 @@ Filtered = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
 
 def convolution_key(
     input: Any, offset: Any, mask: Any, weight: Any, bias: Any, steps: Sequence[Any], impl: Any
-) -> Hashable:
-    """What two calls of `deform_conv2d` have in common if one plan serves both; None if this one is
-    observed, or in autocast, or its steps are not plain integers.
+) -> tuple[Hashable, Sequence[Any]]:
+    """What two calls of `deform_conv2d` have in common if one plan serves both, and the tensors
+    that must be alike; None if this call is observed, or in autocast, or its steps are not plain
+    integers.
     """
-    if ops.observed(()) or ops.in_transform() or not (impl is None or type(impl) is str):
-        return None
-    signatures = [_signature(x) for x in (input, offset, weight)]
-    signatures += [() if x is None else _signature(x) for x in (mask, bias)]
-    if None in signatures or checks.autocast(input.device.type):
-        return None
+    given = [x for x in (input, offset, mask, weight, bias) if x is not None]
+    if not ordinary(*given) or ops.observed(()) or ops.in_transform():
+        return None, given
+    if checks.autocast(input.device.type) or not (impl is None or type(impl) is str):
+        return None, given
     for step in steps:
         pair = type(step) is tuple and len(step) == 2 and type(step[0]) is type(step[1]) is int
         if not (pair or type(step) is int):
-            return None
-    return ("deform_conv2d", *signatures, *steps, impl)
+            return None, given
+    return ("deform_conv2d", input.shape, mask is None, bias is None, *steps, impl), given
 
 
 class Convolution:
@@ -260,9 +294,7 @@ class Convolution:
         self, grad: Tensor, tensors: Sequence[Tensor | None], needs: list[bool]
     ) -> Sequence[Tensor | None]:
         known = zip(tensors, self.signatures, strict=True)
-        unchanged = all(
-            x is None or (x.shape, x.stride(), x.dtype, x.device) == one for x, one in known
-        )
+        unchanged = all(x is None or _signature(x) == one for x, one in known)
         grads = ops.deform_conv.gradients(grad, *tensors, *self.rest, needs, checked=unchanged)
         return [g if need else None for g, need in zip(grads, needs, strict=True)]
 

@@ -35,7 +35,13 @@ class Names(NamedTuple):
 
 Metadata = Tensor | Sequence[Any]
 Read = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # integers, flat, and their shape
+CHECKED = os.environ.get("PLIANT_CHECK") == "1"  # to ask at each call takes longer than a check
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def taken_as_given(value: Tensor) -> bool:
+    """Whether metadata on value's device are not read, and so right by their signatures alone."""
+    return value.is_cuda and not CHECKED
 
 
 def resolve(
@@ -50,8 +56,7 @@ def resolve(
 
     `expected` are the sizes of `names.axes`.
     """
-    # Asked once a call, which takes a microsecond.
-    wait = value.is_cuda and os.environ.get("PLIANT_CHECK") == "1"
+    wait = value.is_cuda and CHECKED
     read = _host(names.op, names.shapes, shapes, (*expected, 2), tracing, wait)
     read_starts: Read = (None, None)
     if starts is not None:

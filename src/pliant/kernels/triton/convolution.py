@@ -21,8 +21,8 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
-from .launch import Launch, _device_of, remembered
-from .transpose import alignment, transposition
+from .launch import Launch, remembered
+from .transpose import alignment, transposition, transpositions
 
 Pair = Sequence[int]
 
@@ -353,14 +353,15 @@ def plan_conv(
     size = (input.shape[0], weight.shape[0], *offset.shape[2:])
     last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
     form = torch.channels_last if last else torch.contiguous_format
-    empty, dtype, device = input.numel() == 0, input.dtype, input.device
+    strides = torch.empty(size, device="meta", memory_format=form).stride()
+    empty, dtype = input.numel() == 0, input.dtype
     geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
     plans: dict[str, Convolution] = {}  # by what PyTorch is told of products, at each call
 
     def planned(
         input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        out = torch.empty(size, dtype=dtype, device=device, memory_format=form)
+        out = input.new_empty_strided(size, strides)
         if out.numel() == 0:
             return out
         if empty:
@@ -368,8 +369,7 @@ def plan_conv(
         exact = precision(dtype)
         if exact not in plans:
             plans[exact] = Convolution(input, offset, mask, weight, bias, geometry, exact, last)
-        with _device_of(input):
-            plans[exact](input, offset, mask, weight, bias, out)
+        plans[exact](input, offset, mask, weight, bias, out)
         return out
 
     return planned
@@ -402,7 +402,7 @@ class Convolution:
         splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
         blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
         end = {"BIAS": bias is not None, "LAST": last}
-        self.pixels, self.filters = to_channels_last(input), to_channels_last(weight)
+        self.turned = both_to_channels_last(input, weight)
         self.parts = None if splits == 1 else (splits, n, co, ho, wo)
         made = weight.new_empty((1, co, ho, wo), device="meta")
         choices = options(input, offset, mask, made, weight[None])
@@ -435,12 +435,12 @@ class Convolution:
     ) -> None:
         shifts = offset.flatten(2) if self.moved else offset
         given = shifts if mask is None else mask.flatten(2) if self.moved else mask
-        filters = self.filters(weight)
+        pixels, filters = self.turned(input, weight)
         added = filters if bias is None else bias.contiguous()
         target = out
         if self.parts is not None:
             target = out.new_empty(self.parts, dtype=accumulator(out.dtype))
-        self.convolve(self.pixels(input), shifts, given, filters, added, target)
+        self.convolve(pixels, shifts, given, filters, added, target)
         if self.parts is not None:
             self.merge(target, added, out)
 
@@ -466,9 +466,8 @@ def deform_columns(
     pixels, launch = remembered(
         key, lambda: (to_channels_last(input), _resample(*operands, out, geometry))
     )
-    with _device_of(input):
-        shifts = offset.flatten(2)
-        launch(pixels(input), shifts, shifts if mask is None else mask.flatten(2), out)
+    shifts = offset.flatten(2)
+    launch(pixels(input), shifts, shifts if mask is None else mask.flatten(2), out)
     return out
 
 
@@ -508,12 +507,30 @@ def to_channels_last(like: Tensor) -> Callable[[Tensor], Tensor]:
     if not like.is_contiguous():
         return lambda x: x.contiguous(memory_format=torch.channels_last)
     n, c, h, w = like.shape
-    turn = transposition(n, c, h * w)
+    turn = transposition((n, c, h * w))
 
     def run(x: Tensor) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.channels_last)
         turn(x, out)
         return out
+
+    return run
+
+
+def both_to_channels_last(
+    input: Tensor, weight: Tensor
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The same for two tensors, in one launch where both have to be turned."""
+    last = torch.channels_last
+    if any(x.is_contiguous(memory_format=last) or not x.is_contiguous() for x in (input, weight)):
+        pixels, filters = to_channels_last(input), to_channels_last(weight)
+        return lambda x, w: (pixels(x), filters(w))
+    turn = transpositions(*((*x.shape[:2], math.prod(x.shape[2:])) for x in (input, weight)))
+
+    def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.empty_like(x, memory_format=last), torch.empty_like(w, memory_format=last)
+        turn(x, both[0], w, both[1])
+        return both
 
     return run
 
@@ -525,7 +542,7 @@ def from_channels_last(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     if not torch.empty_like(like, device="meta").is_contiguous():
         return lambda x, like: torch.empty_like(like).copy_(x)
     n, c, h, w = like.shape
-    turn = transposition(n, h * w, c)
+    turn = transposition((n, h * w, c))
 
     def run(x: Tensor, like: Tensor) -> Tensor:
         out = torch.empty_like(like)

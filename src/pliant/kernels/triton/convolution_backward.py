@@ -36,7 +36,7 @@ from .convolution import (
     tile_mask,
     to_channels_last,
 )
-from .launch import Launch, _device_of, remembered
+from .launch import Launch, remembered
 from .transpose import alignment
 
 Grads = tuple[Tensor | None, ...]
@@ -479,9 +479,8 @@ def _gradients(
     operands = (grad, input, offset, mask, weight)
     sort, exact = torch.are_deterministic_algorithms_enabled(), forward.precision(input.dtype)
     key = (Gradients, input.device, sort, exact, *needs, *forward.signature(operands, geometry))
-    with _device_of(input):
-        plan = remembered(key, lambda: Gradients(*operands, geometry, needs, sort, exact))
-        return plan(*operands, bias)
+    plan = remembered(key, lambda: Gradients(*operands, geometry, needs, sort, exact))
+    return plan(*operands, bias)
 
 
 class Gradients:

@@ -1,6 +1,5 @@
 """Launches that are worked out once: what the signature of a call fixes is not computed again."""
 
-import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -46,6 +45,10 @@ class Launch:
         self.compiled: dict[Hashable, Any] = {}  # by the tensors' alignment
 
     def __call__(self, *tensors: Tensor) -> None:
+        index = tensors[0].device.index
+        if index is not None and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):  # Triton launches on the current one
+                return self(*tensors)
         pointers = [x.data_ptr() for x in tensors]
         together = 0
         for pointer in pointers:
@@ -60,7 +63,7 @@ class Launch:
                 self.grid = (*self.grid, 1, 1)[:3]
                 self.compiled[aligned] = compiled
             return
-        stream = triton.runtime.driver.active.get_current_stream(tensors[0].device.index)
+        stream = triton.runtime.driver.active.get_current_stream(index)
         hook = triton.knobs.runtime.launch_enter_hook
         if getattr(hook, "calls", hook):  # a profiler of Triton's listens
             compiled[self.grid](*tensors, *self.rest, stream=stream)
@@ -100,15 +103,4 @@ def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Callable[..
     """Call what `plan` gives, made once for the sizes, strides and alignment of the tensors."""
     signature = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
     launch = remembered((key, tensors[0].device, signature), plan)
-    with _device_of(tensors[0]):
-        return launch(*tensors)
-
-
-_here = contextlib.nullcontext()
-
-
-def _device_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Triton launches on the current device: make it the tensor's."""
-    if not x.is_cuda or x.device.index == torch._C._cuda_getDevice():
-        return _here
-    return torch.cuda.device(x.device.index)
+    return launch(*tensors)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pliant.sampling.problem import Policy, accumulator
 
 from . import INTERPRET, backward, bins, forward, lists, tuning
-from .launch import Launch, _device_of, run
+from .launch import Launch, run
 from .transpose import transposition
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -53,10 +53,8 @@ def plan_sum(
     def planned(
         value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> Tensor | None:
-        if not _aligned(loc, weight):
-            return None
-        with _device_of(value):
-            return start(value, shapes, starts, loc, weight)
+        aligned = (loc.data_ptr() | weight.data_ptr()) % 16 == 0  # as in tensors that are no slices
+        return start(value, shapes, starts, loc, weight) if aligned else None
 
     return planned
 
@@ -201,10 +199,10 @@ def plan_sum_backward(
     def planned(
         grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, ...] | None:
-        if torch.are_deterministic_algorithms_enabled() or not _aligned(loc, weight):
+        aligned = (loc.data_ptr() | weight.data_ptr()) % 16 == 0
+        if torch.are_deterministic_algorithms_enabled() or not aligned:
             return None
-        with _device_of(value):
-            return start(grad, value, shapes, starts, loc, weight)
+        return start(grad, value, shapes, starts, loc, weight)
 
     return planned
 
@@ -313,7 +311,7 @@ def _join(like: Tensor) -> Callable[[Tensor], Tensor]:
     if not _turned(like):
         return Tensor.contiguous
     n, s, *channels = like.shape
-    turn = transposition(n, math.prod(channels), s)
+    turn = transposition((n, math.prod(channels), s))
 
     def join(x: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -330,7 +328,7 @@ def _part(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     if not _turned(like):
         return lambda x, like: torch.empty_like(like).copy_(x)
     n, s, *channels = like.shape
-    turn = transposition(n, s, math.prod(channels))
+    turn = transposition((n, s, math.prod(channels)))
 
     def part(x: Tensor, like: Tensor) -> Tensor:
         out = torch.empty_like(like)
@@ -456,11 +454,3 @@ def _options(policy: Policy, value: Tensor, loc: Tensor) -> dict[str, object]:
 def _twin(x: Tensor) -> Tensor:
     """A tensor like `x` that starts where pairs can be read, as those do that a plan takes."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def _aligned(*tensors: Tensor) -> bool:
-    """Whether all start at a multiple of 16 bytes, as tensors do that are no slices."""
-    together = 0
-    for x in tensors:
-        together |= x.data_ptr()
-    return together % 16 == 0

@@ -11,45 +11,70 @@ from . import tuning
 from .launch import Launch
 
 
-@triton.jit(do_not_specialize=["R_UNITS", "S_UNITS"])
-def transpose(
-    source, target, R_UNITS, S_UNITS,
-    R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
-    """[batch, R, S] to [batch, S, R]."""
-    R = R_UNITS * R_ALIGN
-    S = S_UNITS * S_ALIGN
-    pid = tl.program_id(0)
-    r = pid // tl.cdiv(S, BS) * BR + tl.arange(0, BR)
-    s = pid % tl.cdiv(S, BS) * BS + tl.arange(0, BS)
-    start = tl.program_id(1).to(tl.int64) * R * S
+@triton.jit
+def _turn(source, target, tile, R, S, BR: tl.constexpr, BS: tl.constexpr):
+    """A tile of [batch, R, S] to [batch, S, R]."""
+    across = tl.cdiv(S, BS)
+    blocks = tl.cdiv(R, BR) * across
+    r = tile % blocks // across * BR + tl.arange(0, BR)
+    s = tile % across * BS + tl.arange(0, BS)
+    start = (tile // blocks).to(tl.int64) * R * S
     counts = (r < R)[:, None] & (s < S)[None, :]
     x = tl.load(source + start + r.to(tl.int64)[:, None] * S + s[None, :], mask=counts)
     at = target + start + s.to(tl.int64)[:, None] * R + r[None, :]
     tl.store(at, tl.trans(x), mask=tl.trans(counts))
 
 
-def transposition(batch: int, rows: int, columns: int) -> Callable[[Tensor, Tensor], None]:
+@triton.jit(do_not_specialize=["R_UNITS", "S_UNITS"])
+def transpose(
+    source, target, R_UNITS, S_UNITS,
+    R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    _turn(source, target, tl.program_id(0), R_UNITS * R_ALIGN, S_UNITS * S_ALIGN, BR, BS)
+
+
+@triton.jit(do_not_specialize=["FIRST", "R_UNITS", "S_UNITS", "R2_UNITS", "S2_UNITS"])
+def transpose_two(
+    source, target, source2, target2, FIRST, R_UNITS, S_UNITS, R2_UNITS, S2_UNITS,
+    R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, R2_ALIGN: tl.constexpr, S2_ALIGN: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """The first tensor has FIRST tiles."""
+    tile = tl.program_id(0)
+    if tile < FIRST:
+        _turn(source, target, tile, R_UNITS * R_ALIGN, S_UNITS * S_ALIGN, BR, BS)
+    else:
+        _turn(source2, target2, tile - FIRST, R2_UNITS * R2_ALIGN, S2_UNITS * S2_ALIGN, BR, BS)
+
+
+Size = tuple[int, int, int]
+
+
+def transposition(size: Size) -> Callable[[Tensor, Tensor], None]:
     """The way from [batch, rows, columns] in one tensor to [batch, columns, rows] in another."""
-    tile = tuning.transpose_tile(rows, columns)
-    r, s = alignment(rows), alignment(columns)
-    blocks = triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
-    most = 65535  # that a grid's second axis holds
-    launches = [
-        Launch(
-            transpose, (blocks, min(batch - first, most)), (rows // r, columns // s),
-            R_ALIGN=r, S_ALIGN=s, **tile,
-        )
-        for first in range(0, batch, most)
-    ]  # fmt: skip
+    r, s = map(alignment, size[1:])
+    return Launch(
+        transpose, (_tiles(size),), (size[1] // r, size[2] // s),
+        R_ALIGN=r, S_ALIGN=s, **tuning.transpose_tile(),
+    )  # fmt: skip
 
-    def run(source: Tensor, target: Tensor) -> None:
-        for i, launch in enumerate(launches):
-            if i > 0:
-                source, target = source[most:], target[most:]
-            launch(source, target)
 
-    return run
+def transpositions(one: Size, two: Size) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Two in one launch: source and target of the one, then of the other."""
+    (r, s), (r2, s2) = (map(alignment, size[1:]) for size in (one, two))
+    first = _tiles(one)
+    return Launch(
+        transpose_two, (first + _tiles(two),),
+        (first, one[1] // r, one[2] // s, two[1] // r2, two[2] // s2),
+        R_ALIGN=r, S_ALIGN=s, R2_ALIGN=r2, S2_ALIGN=s2, **tuning.transpose_tile(),
+    )  # fmt: skip
+
+
+def _tiles(size: Size) -> int:
+    batch, rows, columns = size
+    tile = tuning.transpose_tile()
+    tiles: int = batch * triton.cdiv(rows, tile["BR"]) * triton.cdiv(columns, tile["BS"])
+    return tiles
 
 
 def alignment(size: int) -> int:

@@ -227,7 +227,7 @@ def columns_tile(width: int, channels: int, element: int) -> dict[str, int]:
     return {"BJ": max(32, min(triton.next_power_of_2(width), 64)), "BC": bc, "num_warps": 4}
 
 
-def transpose_tile(rows: int, columns: int) -> dict[str, int]:
+def transpose_tile() -> dict[str, int]:
     return {"BR": 64, "BS": 64, "num_warps": 4}
 
 
