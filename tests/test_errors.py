@@ -338,6 +338,13 @@ def test_bad_input_says_what_is_wrong_before_anything_is_computed(case: str) -> 
     assert calls == []
 
 
+@pytest.mark.parametrize("name", ["input", "offset", "weight"])
+def test_nothing_in_place_of_a_tensor_whose_plan_exists(name: str) -> None:
+    convolution()()
+    with pytest.raises(TypeError, match=f"^{CONV}: {name} must be a torch.Tensor, got NoneType$"):
+        convolution(**{name: None})()
+
+
 @pytest.mark.parametrize("good", [attention, geometric, aggregation, convolution, columns])
 def test_the_cases_are_bad_only_by_their_change(good: Callable[..., Callable[[], Tensor]]) -> None:
     assert good()().isfinite().all()

@@ -1,12 +1,16 @@
 """The operators as PyTorch sees them: registration, transforms, compilation, choice of kernel."""
 
 import copy
+import enum
+import gc
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import pliant
 from pliant.sampling import direct, ops
@@ -360,6 +364,56 @@ def test_tensors_without_strides_are_refused_where_a_plan_exists(operator: str, 
         bad = [*tensors[:i], changed(x.reshape(len(x), -1)), *tensors[i + 1 :]]
         with pytest.raises(TypeError, match=f"^{operator}: .* must be a dense tensor, got"):
             function(*bad)  # type: ignore[operator]
+
+
+def test_tensors_without_sizes_are_refused_where_a_plan_exists() -> None:
+    """The same, of tensors that are nested or symbolic in secret."""
+    (value, loc, weights), function = _problem("multi_scale_deformable_attn", torch.float32)
+    function(value, loc, weights)  # type: ignore[operator]
+    escaped = []
+    nested = torch.nested.nested_tensor(list(weights))
+    torch.vmap(lambda t: (escaped.append(t), t * 1)[1])(nested)
+    with pytest.raises(RuntimeError):
+        function(value, loc, escaped[0])  # type: ignore[operator]
+    meta = [t.to("meta") for t in (value, loc, weights)]
+    function(*meta)  # type: ignore[operator]
+    unknown = torch.empty([ShapeEnv().create_unbacked_symint(), 5, 3, 2, 2], device="meta")
+    with pytest.raises(TypeError):
+        function(*meta[:2], unknown)  # type: ignore[operator]
+
+
+def test_a_tensor_in_two_places_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "plans", direct.Plans())
+    x, offset, weight = torch.rand(1, 9, 4, 4), torch.rand(1, 18, 4, 4), torch.rand(4, 9, 3, 3)
+    once = pliant.deform_conv2d(x, offset, weight, None, 1, 1, 1, x)
+    kept = [len(alike) for alike in direct.plans.kept.values()]
+    twice = pliant.deform_conv2d(x, offset, weight, None, 1, 1, 1, x)
+    assert [len(alike) for alike in direct.plans.kept.values()] == kept
+    expected = pliant.deform_conv2d(x, offset, weight, None, 1, 1, 1, x.clone())
+    assert torch.equal(once, expected)
+    assert torch.equal(twice, expected)
+
+
+@pytest.mark.parametrize("operator", PLANNED)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_plan_keeps_no_tensor_alive(operator: str, impl: str) -> None:
+    tensors, function = _problem(operator, torch.float32)
+    leaves = [t.clone().requires_grad_(t.dim() != 6) for t in tensors]
+    function(*leaves, impl=impl).sum().backward()  # type: ignore[operator]
+    known = [weakref.ref(t) for t in leaves]
+    del leaves
+    gc.collect()
+    assert [ref() for ref in known] == [None] * len(known)
+
+
+def test_the_name_of_an_implementation_may_be_an_enumeration() -> None:
+    class Kind(str, enum.Enum):
+        LAST = IMPLS[-1]
+
+    tensors, function = _problem("multi_scale_deformable_attn")
+    with ops.record() as calls:
+        function(*tensors, impl=Kind.LAST)  # type: ignore[operator]
+    assert calls == [("sample_sum", IMPLS[-1])]
 
 
 def test_plans_of_ever_new_layouts_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:

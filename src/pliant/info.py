@@ -15,7 +15,7 @@ from pliant.sampling import ops
 
 BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT = {
-    "PLIANT_CHECK": "1: check map sizes and starts on a device by value too (synchronises)",
+    "PLIANT_CHECK": "1 at import: check map sizes and starts on a device by value (synchronises)",
     "PLIANT_CPU_ISA": "instruction set of the CPU kernels (default: the best one here)",
     "TRITON_INTERPRET": "1: run the Triton kernels without a GPU, in the interpreter (slow)",
 }

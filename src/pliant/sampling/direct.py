@@ -24,20 +24,22 @@ Given = tuple[Tensor, Metadata, Metadata | None, Tensor, Tensor]
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # value, shapes, starts, loc, weight
 
 _strided = torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Plans:
     """What was worked out for tensors, by a key: found again for others like them.
 
     These have the same types, dtypes, devices, sizes, strides and flags, which the guards of
-    PyTorch's compiler compare in a tenth of the time that it takes here to ask for them.
+    PyTorch's compiler compare in a tenth of the time that it takes here to ask for them. A guard
+    knows no tensors of which two are one.
     """
 
     def __init__(self) -> None:
         self.kept: dict[Hashable, list[tuple[TensorGuards, Any]]] = {}
 
     def recall(self, key: Hashable, *tensors: Any) -> Any:
-        """The tensors must be `ordinary`."""
+        """None, or what was kept; the tensors must be `ordinary`."""
         for guard, kept in self.kept.get(key, ()):
             if guard.check(*tensors):
                 return kept
@@ -50,15 +52,17 @@ class Plans:
         strides: Any = [list(x.stride()) for x in tensors]
         guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         alike = self.kept.setdefault(key, [])
-        del alike[:-15]
+        del alike[:-15]  # asked one by one
         alike.append((guard, what))
 
 
 def ordinary(*tensors: Any) -> bool:
-    """Whether a guard may look at them: others have no strides, and it would end the process."""
+    """Whether a guard may look at them: one without sizes and strides would end the process."""
     for x in tensors:
         kind = type(x)
-        if not (kind is Tensor or kind is Parameter) or x.layout is not _strided or x.is_nested:
+        if not (kind is Tensor or kind is Parameter) or not (x.is_cuda or x.is_cpu):
+            return False
+        if x.layout is not _strided or x.is_nested or _is_wrapped(x):
             return False
     return True
 
@@ -81,11 +85,11 @@ def sample_sum(
     """
     value, shapes, starts, loc, weight = given
     known = key = None
-    if ordinary(value, loc, weight) and not (ops.observed(()) or ops.in_transform()):
+    if not (ops.observed(()) or ops.in_transform()) and ordinary(value, loc, weight):
         key = (names.op, value.shape, loc.shape)
         known = plans.recall(key, value, loc, weight)
-        hashable = impl is None or type(impl) is str
-        if known is not None and hashable and taken_as_given(value) and ordinary(shapes, starts):
+        named = impl is None or type(impl) is str
+        if known is not None and named and taken_as_given(value) and ordinary(shapes, starts):
             plan = known[1].recall(impl, shapes, starts)
             if plan is not None:
                 return plan(*given)  # type: ignore[no-any-return]
@@ -253,12 +257,12 @@ Filtered = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
 def convolution_key(
     input: Any, offset: Any, mask: Any, weight: Any, bias: Any, steps: Sequence[Any], impl: Any
 ) -> tuple[Hashable, Sequence[Any]]:
-    """What two calls of `deform_conv2d` have in common if one plan serves both, and the tensors
-    that must be alike; None if this call is observed, or in autocast, or its steps are not plain
-    integers.
+    """What two calls of `deform_conv2d` have in common if one plan serves both (None if this one
+    has none: it is observed, or in autocast, or its steps are not plain integers), and the tensors
+    that must be alike.
     """
-    given = [x for x in (input, offset, mask, weight, bias) if x is not None]
-    if not ordinary(*given) or ops.observed(()) or ops.in_transform():
+    given = [input, offset, weight, *(x for x in (mask, bias) if x is not None)]
+    if ops.observed(()) or ops.in_transform() or not ordinary(*given):
         return None, given
     if checks.autocast(input.device.type) or not (impl is None or type(impl) is str):
         return None, given
@@ -266,7 +270,8 @@ def convolution_key(
         pair = type(step) is tuple and len(step) == 2 and type(step[0]) is type(step[1]) is int
         if not (pair or type(step) is int):
             return None, given
-    return ("deform_conv2d", input.shape, mask is None, bias is None, *steps, impl), given
+    shapes = (input.shape, weight.shape)
+    return ("deform_conv2d", *shapes, mask is None, bias is None, *steps, impl), given
 
 
 class Convolution:

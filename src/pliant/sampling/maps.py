@@ -4,7 +4,7 @@ device.
 Metadata on the host (Python ints, CPU tensors) are checked by value and their device copies
 remembered, so that a training step neither copies nor synchronises. Metadata on a device are taken
 as they are: reading them would synchronise, and the kernels treat rows outside the features as
-outside. PLIANT_CHECK=1 reads and checks them too.
+outside. With PLIANT_CHECK=1 at import they are read and checked, too.
 """
 
 import functools

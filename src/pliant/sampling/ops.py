@@ -6,7 +6,7 @@ with a backward operator that is differentiable itself. A public function ends i
     call -> autograd.Function (if a gradient may be asked for) -> registered operator -> kernel of
     that device
 
-(and for `sample_sum` there is a shorter way, direct.py).
+(and there is a shorter way for calls that nobody observes, direct.py).
 
 A Function around the operator costs half of what `torch.library.register_autograd` does and works
 under `torch.func`. The operator's own Autograd key leads to the same Function, so a direct call of
@@ -50,8 +50,10 @@ def implementation(op: str, impl: str | None, *operands: Tensor | None) -> str:
     """The `impl` argument of `op` as the operators take it; "" is the automatic choice."""
     if impl is None:
         return ""
-    if impl not in ("reference", "cpu", "triton"):
+    names = ("reference", "cpu", "triton")
+    if impl not in names:
         raise ValueError(f"{op}: impl must be None, 'reference', 'cpu' or 'triton', got {impl!r}")
+    impl = names[names.index(impl)]  # one that is equal may be an enumeration's
     if impl == "reference" or checks.tracing():  # the operator will ask when it runs
         return impl
     if reasons := backend(impl).supports(*operands):
@@ -259,13 +261,14 @@ def observed(args: Sequence[Any]) -> bool:
 _is_profiled = torch._C._autograd._profiler_enabled
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+_is_functional = torch._is_functional_tensor
 
 
 def plain(x: Any) -> bool:
     """Whether a tensor's memory is what it seems: no subclass, wrapper, lazy sign or lazy zero."""
     kind = type(x)
     return (kind is Tensor or kind is torch.nn.Parameter) and not (
-        x.is_neg() or x._is_zerotensor() or _is_wrapped(x) or _is_batched(x)
+        x.is_neg() or x._is_zerotensor() or _is_wrapped(x) or _is_batched(x) or _is_functional(x)
     )
 
 

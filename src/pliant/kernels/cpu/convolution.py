@@ -85,7 +85,8 @@ def deform_conv(
 
 def plan_conv(*operands: Any) -> Callable[..., Tensor]:
     """deform_conv of tensors like these, with their steps: nothing is worked out before."""
-    return lambda *tensors: deform_conv(*tensors, *operands[5:])
+    steps = operands[5:]
+    return lambda *tensors: deform_conv(*tensors, *steps)
 
 
 def deform_conv_backward(

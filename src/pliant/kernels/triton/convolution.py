@@ -520,7 +520,7 @@ def to_channels_last(like: Tensor) -> Callable[[Tensor], Tensor]:
 def both_to_channels_last(
     input: Tensor, weight: Tensor
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The same for two tensors, in one launch where both have to be turned."""
+    """The way of `to_channels_last` for two tensors, in one launch if both have to be turned."""
     last = torch.channels_last
     if any(x.is_contiguous(memory_format=last) or not x.is_contiguous() for x in (input, weight)):
         pixels, filters = to_channels_last(input), to_channels_last(weight)

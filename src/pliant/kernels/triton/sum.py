@@ -53,8 +53,7 @@ def plan_sum(
     def planned(
         value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> Tensor | None:
-        aligned = (loc.data_ptr() | weight.data_ptr()) % 16 == 0  # as in tensors that are no slices
-        return start(value, shapes, starts, loc, weight) if aligned else None
+        return start(value, shapes, starts, loc, weight) if _aligned(loc, weight) else None
 
     return planned
 
@@ -199,8 +198,7 @@ def plan_sum_backward(
     def planned(
         grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, ...] | None:
-        aligned = (loc.data_ptr() | weight.data_ptr()) % 16 == 0
-        if torch.are_deterministic_algorithms_enabled() or not aligned:
+        if torch.are_deterministic_algorithms_enabled() or not _aligned(loc, weight):
             return None
         return start(grad, value, shapes, starts, loc, weight)
 
@@ -454,3 +452,8 @@ def _options(policy: Policy, value: Tensor, loc: Tensor) -> dict[str, object]:
 def _twin(x: Tensor) -> Tensor:
     """A tensor like `x` that starts where pairs can be read, as those do that a plan takes."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _aligned(x: Tensor, y: Tensor) -> bool:
+    """Whether both start at a multiple of 16 bytes, as tensors do that are no slices."""
+    return (x.data_ptr() | y.data_ptr()) % 16 == 0
