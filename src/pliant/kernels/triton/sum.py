@@ -262,7 +262,8 @@ def _backward(
         return _launch_backward(g, v, shapes, starts, x, w, gv, gx, gw, policy, wanted)
 
     parts = [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
-    lengths = {part.stop - part.start: part for part in parts}
+    each = [part.stop - part.start for part in parts]
+    lengths = dict(zip(each, parts, strict=True))
     launches = {length: launch(part) for length, part in lengths.items()} if any(wanted) else {}
     item = value.numel() // n
     clears = {x: _launch_clear(x * item, shapes.device) for x in lengths} if added else {}
@@ -289,16 +290,15 @@ def _backward(
             return sums.to(value.dtype) if to_value else None, grad_loc, grad_weight
         grad_value = torch.empty_like(value)
         total = value.new_empty(max(lengths), *value.shape[1:], dtype=acc) if rounded else None
-        for part in parts:
-            length = part.stop - part.start
-            sums = grad_value[part] if total is None else total[:length]
+        operands = (grad, value, loc, weight, grad_value, gl, gw)
+        for length, g, v, x, w, gv, gx, gy in zip(
+            each, *(operand.split_with_sizes(each) for operand in operands), strict=True
+        ):
+            sums = gv if total is None else total[:length]
             clears[length](sums)
-            launches[length](
-                grad[part], value[part], shapes, starts, loc[part], weight[part],
-                sums, gl[part], gw[part],
-            )  # fmt: skip
+            launches[length](g, v, shapes, starts, x, w, sums, gx, gy)
             if rounded:
-                grad_value[part].copy_(sums)
+                gv.copy_(sums)
         return grad_value, grad_loc, grad_weight
 
     return start
