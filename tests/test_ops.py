@@ -292,8 +292,11 @@ def test_batched_gradients(operator: str) -> None:
         torch.testing.assert_close(batched, torch.stack([g, 2 * g]), rtol=1e-12, atol=1e-12)
 
 
+PLANNED = [*OPERATORS[:3], "deform_conv2d"]
+
+
 @pytest.mark.skipif("cpu" not in IMPLS, reason="the reference knows only the long way")
-@pytest.mark.parametrize("operator", OPERATORS[:3])
+@pytest.mark.parametrize("operator", PLANNED)
 def test_the_short_way_is_the_long_one(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, for each set of gradients; also where the operands are strided or a slice."""
     tensors, function = _problem(operator, torch.float32)
@@ -310,8 +313,11 @@ def test_the_short_way_is_the_long_one(operator: str, monkeypatch: pytest.Monkey
         grad = torch.arange(out.numel(), dtype=out.dtype).view(out.shape)
         return out, *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad)
 
+    others = [[True, False]] if len(tensors) == 3 else [[True, False], [False], [True]]
     for operands in (tensors, strided, slices):
-        for needs in itertools.product([True, False], moves, [True]):
+        for needs in itertools.product([True, False], moves, *others):
+            if not any(needs):
+                continue
             short = step(operands, needs)
             with monkeypatch.context() as patch:
                 patch.setattr(ops, "observed", lambda args: True)
@@ -320,7 +326,18 @@ def test_the_short_way_is_the_long_one(operator: str, monkeypatch: pytest.Monkey
             assert all(map(torch.equal, short, long))
 
 
-PLANNED = [*OPERATORS[:3], "deform_conv2d"]
+@pytest.mark.parametrize("operator", PLANNED)
+def test_gradients_asked_for_in_autocast_are_those_asked_for_outside(operator: str) -> None:
+    tensors, function = _problem(operator, torch.float32)
+    moves = operator != "geometric_kernel_attention"
+    leaves = [t.requires_grad_(moves or t.dim() != 6) for t in tensors]
+    out = function(*leaves)  # type: ignore[operator]
+    wanted, grad = [t for t in leaves if t.requires_grad], torch.rand_like(out)
+    outside = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            inside = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+        assert all(map(torch.equal, inside, outside))
 
 
 @pytest.mark.parametrize("operator", PLANNED)

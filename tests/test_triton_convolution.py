@@ -138,6 +138,20 @@ def assert_close(got, expected, dtype):
             assert (g.double() - e).abs().max() <= tolerance * max(1, e.abs().max())
 
 
+def test_products_are_exact_where_gradients_are_asked_for_in_autocast():
+    """The backward's own products must not be cast, in a plan's first call and in later ones."""
+    tensors, steps, _ = operands(F32)
+    grad = incoming(reference.deform_conv(*tensors, *steps))
+    expected = reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
+    input, offset, mask, weight, bias = leaves = [x.requires_grad_() for x in tensors]
+    steps = [tuple(step) for step in steps]
+    out = pliant.deform_conv2d(input, offset, weight, bias, *steps, mask, impl="triton")
+    for autocast in (True, False, True):
+        with torch.autocast(DEVICE, enabled=autocast):
+            got = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        assert_close(got, expected, F32)
+
+
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
 def test_only_the_gradients_that_are_asked_for(dtype):
     tensors, steps, kernel = operands(dtype)

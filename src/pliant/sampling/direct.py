@@ -31,8 +31,7 @@ class Plans:
     """What was worked out for tensors, by a key: found again for others like them.
 
     These have the same types, dtypes, devices, sizes, strides and flags, which the guards of
-    PyTorch's compiler compare in a tenth of the time that it takes here to ask for them. A guard
-    knows no tensors of which two are one.
+    PyTorch's compiler compare in a tenth of the time that it takes here to ask for them.
     """
 
     def __init__(self) -> None:
@@ -67,6 +66,13 @@ def ordinary(*tensors: Any) -> bool:
     return True
 
 
+def plannable(*tensors: Any) -> bool:
+    """Whether one plan serves all tensors that a guard finds like these, and it finds these: they
+    hide nothing, and no two are one.
+    """
+    return all(map(ops.plain, tensors)) and len({*map(id, tensors)}) == len(tensors)
+
+
 # Of a convolution its plan; of a sum the sizes of the maps' axes, and its plans by `impl` and maps.
 plans = Plans()
 
@@ -98,7 +104,7 @@ def sample_sum(
     shapes, starts = resolve(names, value, shapes, starts, expected, tracing)
     operands = (value, shapes, starts, loc, weight)
     chosen = ops.implementation(names.op, impl, value, loc, weight)
-    if by_maps is None or not (ops.plain(shapes) and ops.plain(starts)):
+    if by_maps is None or not plannable(shapes, starts):
         return _observed(layout, operands, chosen)
     plan = by_maps.recall(impl, shapes, starts)
     if plan is None:
@@ -121,7 +127,7 @@ def _checked(
         checks.signature(names.op, names.loc, loc),
         checks.signature(names.op, names.weight, weight),
     )
-    if key is None or not (ops.plain(value) and ops.plain(loc) and ops.plain(weight)):
+    if key is None or not plannable(value, loc, weight):
         return expected, None
     known = (expected, Plans())
     plans.keep(key, known, value, loc, weight)
@@ -146,7 +152,7 @@ class Plan:
         self.maps = (shapes.shape, shapes.dtype, starts.dtype)
         self.impl, self.backend = impl, ops.choose(impl, value, loc, weight)
         self.kernel: Any = None  # none: the long way
-        self.backwards: dict[Hashable, Callable[..., Any] | None] = {}
+        self.backwards = Plans()  # by the gradients that are needed
         if self.backend != "reference":
             views = layout.views(*operands)
             self.channels = views[0].shape[2:]
@@ -176,14 +182,11 @@ class Plan:
     ) -> Sequence[Tensor | None]:
         """Those of value, loc and weight that are needed, in the operator's own shapes."""
         args = (grad, *operands)
-        unchanged = self._fits(*operands)
-        if unchanged and not ops.transformed(args) and not ops.observed(args):
-            key = (grad.stride(), grad.dtype, needs)
-            if key not in self.backwards:
-                if len(self.backwards) >= 64:
-                    self.backwards.clear()
-                self.backwards[key] = self._plan_backward(grad, operands, needs)
-            kernel = self.backwards[key]
+        if not (ops.observed(()) or ops.transformed(args)) and ordinary(*args):
+            kernel = self.backwards.recall(needs, *args)
+            if kernel is None and self._fits(*operands) and plannable(*args):
+                kernel = self._plan_backward(grad, operands, needs) or _no_kernel
+                self.backwards.keep(needs, kernel, *args)
             grads: Sequence[Tensor | None] | None = None if kernel is None else kernel(*args)
             if grads is not None:
                 ops.note("sample_sum_backward", self.backend)
@@ -191,7 +194,7 @@ class Plan:
         views = self.layout.views(*operands)
         canonical = ops.sample_sum.gradients(
             *(self._unflattened(grad), *views, *self.layout.policy, self.impl, list(needs)),
-            checked=unchanged,
+            checked=self._fits(*operands),
         )
         like = (views[i] for i in (0, 3, 4))
         full = [g if need else x for g, x, need in zip(canonical, like, needs, strict=True)]
@@ -230,6 +233,10 @@ class Plan:
 
     def _unflattened(self, grad: Tensor) -> Tensor:
         return grad.reshape(*grad.shape[:2], *self.channels)
+
+
+def _no_kernel(*args: Tensor) -> None:
+    """In place of one, where the long way is the right one."""
 
 
 class _Direct(torch.autograd.Function):
@@ -281,6 +288,7 @@ class Convolution:
         self.signatures = [None if x is None else _signature(x) for x in tensors]
         self.rest, self.backend = (*steps, impl), ops.choose(impl, *tensors[:3])
         self.kernel: Any = None  # none: the long way
+        self.backwards = Plans()
         if self.backend != "reference":
             self.kernel = ops.backend(self.backend).plan_conv(*tensors, *steps)
 
@@ -298,10 +306,25 @@ class Convolution:
     def gradients(
         self, grad: Tensor, tensors: Sequence[Tensor | None], needs: list[bool]
     ) -> Sequence[Tensor | None]:
-        known = zip(tensors, self.signatures, strict=True)
-        unchanged = all(x is None or _signature(x) == one for x, one in known)
-        grads = ops.deform_conv.gradients(grad, *tensors, *self.rest, needs, checked=unchanged)
+        args = (grad, *tensors)
+        given = [x for x in args if x is not None]
+        quiet = not (ops.observed(()) or ops.transformed(args) or checks.autocast(grad.device.type))
+        if quiet and self.kernel is not None and ordinary(*given):
+            kernel = self.backwards.recall(None, *given)
+            if kernel is None and self._fits(tensors) and plannable(*given):
+                kernel = ops.backend(self.backend).deform_conv_backward
+                self.backwards.keep(None, kernel, *given)
+            if kernel is not None:
+                ops.note("deform_conv_backward", self.backend)
+                return kernel(*args, *self.rest[:-1], needs)  # type: ignore[no-any-return]
+        checked = self._fits(tensors)
+        grads = ops.deform_conv.gradients(*args, *self.rest, needs, checked=checked)
         return [g if need else None for g, need in zip(grads, needs, strict=True)]
+
+    def _fits(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether saved tensors are what they were, as those of a `Plan`."""
+        known = zip(tensors, self.signatures, strict=True)
+        return all(x is None or _signature(x) == one for x, one in known)
 
 
 class _DirectConvolution(torch.autograd.Function):
