@@ -440,7 +440,7 @@ def test_plans_of_ever_new_layouts_are_not_all_kept(monkeypatch: pytest.MonkeyPa
         wide = torch.cat([value, torch.ones(2, more, 3, 4)], 1)[:, :26]
         function(wide, loc, weights)  # type: ignore[operator]
     [alike] = direct.plans.kept.values()
-    assert len(alike) == 16
+    assert len(alike) == direct.Plans.ALIKE
     for more in range(1100):
         direct.plans.keep(more, None, value)
     assert len(direct.plans.kept) <= 1024

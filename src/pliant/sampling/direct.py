@@ -34,24 +34,29 @@ class Plans:
     PyTorch's compiler compare in a tenth of the time that it takes here to ask for them.
     """
 
-    def __init__(self) -> None:
+    ALIKE = 16  # guards to a key: they are asked one by one
+
+    def __init__(self, most: int = 1024) -> None:
         self.kept: dict[Hashable, list[tuple[TensorGuards, Any]]] = {}
+        self.most = most
 
     def recall(self, key: Hashable, *tensors: Any) -> Any:
-        """None, or what was kept; the tensors must be `ordinary`."""
+        """None, or what was kept; the tensors must be `ordinary`. A guard finds none that are not
+        `plannable`, since it compares dispatch keys, too.
+        """
         for guard, kept in self.kept.get(key, ()):
             if guard.check(*tensors):
                 return kept
         return None
 
     def keep(self, key: Hashable, what: Any, *tensors: Tensor) -> None:
-        if len(self.kept) >= 1024:
+        if len(self.kept) >= self.most:
             self.kept.clear()
         sizes: Any = [list(x.shape) for x in tensors]
         strides: Any = [list(x.stride()) for x in tensors]
         guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         alike = self.kept.setdefault(key, [])
-        del alike[:-15]  # asked one by one
+        del alike[: 1 - self.ALIKE]
         alike.append((guard, what))
 
 
@@ -152,7 +157,7 @@ class Plan:
         self.maps = (shapes.shape, shapes.dtype, starts.dtype)
         self.impl, self.backend = impl, ops.choose(impl, value, loc, weight)
         self.kernel: Any = None  # none: the long way
-        self.backwards = Plans()  # by the gradients that are needed
+        self.backwards = Plans(64)
         if self.backend != "reference":
             views = layout.views(*operands)
             self.channels = views[0].shape[2:]
@@ -183,10 +188,11 @@ class Plan:
         """Those of value, loc and weight that are needed, in the operator's own shapes."""
         args = (grad, *operands)
         if not (ops.observed(()) or ops.transformed(args)) and ordinary(*args):
-            kernel = self.backwards.recall(needs, *args)
+            key = (needs, grad.stride())
+            kernel = self.backwards.recall(key, *args)
             if kernel is None and self._fits(*operands) and plannable(*args):
                 kernel = self._plan_backward(grad, operands, needs) or _no_kernel
-                self.backwards.keep(needs, kernel, *args)
+                self.backwards.keep(key, kernel, *args)
             grads: Sequence[Tensor | None] | None = None if kernel is None else kernel(*args)
             if grads is not None:
                 ops.note("sample_sum_backward", self.backend)
@@ -288,7 +294,7 @@ class Convolution:
         self.signatures = [None if x is None else _signature(x) for x in tensors]
         self.rest, self.backend = (*steps, impl), ops.choose(impl, *tensors[:3])
         self.kernel: Any = None  # none: the long way
-        self.backwards = Plans()
+        self.backwards = Plans(64)  # the kernel, for those that were found to fit
         if self.backend != "reference":
             self.kernel = ops.backend(self.backend).plan_conv(*tensors, *steps)
 
@@ -310,10 +316,10 @@ class Convolution:
         given = [x for x in args if x is not None]
         quiet = not (ops.observed(()) or ops.transformed(args) or checks.autocast(grad.device.type))
         if quiet and self.kernel is not None and ordinary(*given):
-            kernel = self.backwards.recall(None, *given)
+            kernel = self.backwards.recall(grad.stride(), *given)
             if kernel is None and self._fits(tensors) and plannable(*given):
                 kernel = ops.backend(self.backend).deform_conv_backward
-                self.backwards.keep(None, kernel, *given)
+                self.backwards.keep(grad.stride(), kernel, *given)
             if kernel is not None:
                 ops.note("deform_conv_backward", self.backend)
                 return kernel(*args, *self.rest[:-1], needs)  # type: ignore[no-any-return]

@@ -291,12 +291,12 @@ def _backward(
         grad_value = torch.empty_like(value)
         total = value.new_empty(max(lengths), *value.shape[1:], dtype=acc) if rounded else None
         operands = (grad, value, loc, weight, grad_value, gl, gw)
-        for length, g, v, x, w, gv, gx, gy in zip(
+        for length, g, v, x, w, gv, *others in zip(
             each, *(operand.split_with_sizes(each) for operand in operands), strict=True
         ):
             sums = gv if total is None else total[:length]
             clears[length](sums)
-            launches[length](g, v, shapes, starts, x, w, sums, gx, gy)
+            launches[length](g, v, shapes, starts, x, w, sums, *others)
             if rounded:
                 gv.copy_(sums)
         return grad_value, grad_loc, grad_weight
