@@ -294,7 +294,6 @@ class Convolution:
         self.signatures = [None if x is None else _signature(x) for x in tensors]
         self.rest, self.backend = (*steps, impl), ops.choose(impl, *tensors[:3])
         self.kernel: Any = None  # none: the long way
-        self.backwards = Plans(64)  # the kernel, for those that were found to fit
         if self.backend != "reference":
             self.kernel = ops.backend(self.backend).plan_conv(*tensors, *steps)
 
@@ -312,25 +311,10 @@ class Convolution:
     def gradients(
         self, grad: Tensor, tensors: Sequence[Tensor | None], needs: list[bool]
     ) -> Sequence[Tensor | None]:
-        args = (grad, *tensors)
-        given = [x for x in args if x is not None]
-        quiet = not (ops.observed(()) or ops.transformed(args) or checks.autocast(grad.device.type))
-        if quiet and self.kernel is not None and ordinary(*given):
-            kernel = self.backwards.recall(grad.stride(), *given)
-            if kernel is None and self._fits(tensors) and plannable(*given):
-                kernel = ops.backend(self.backend).deform_conv_backward
-                self.backwards.keep(grad.stride(), kernel, *given)
-            if kernel is not None:
-                ops.note("deform_conv_backward", self.backend)
-                return kernel(*args, *self.rest[:-1], needs)  # type: ignore[no-any-return]
-        checked = self._fits(tensors)
-        grads = ops.deform_conv.gradients(*args, *self.rest, needs, checked=checked)
-        return [g if need else None for g, need in zip(grads, needs, strict=True)]
-
-    def _fits(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether saved tensors are what they were, as those of a `Plan`."""
         known = zip(tensors, self.signatures, strict=True)
-        return all(x is None or _signature(x) == one for x, one in known)
+        unchanged = all(x is None or _signature(x) == one for x, one in known)
+        grads = ops.deform_conv.gradients(grad, *tensors, *self.rest, needs, checked=unchanged)
+        return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
 
 class _DirectConvolution(torch.autograd.Function):

@@ -502,9 +502,7 @@ def channel_sizes(
 
 def to_channels_last(like: Tensor) -> Callable[[Tensor], Tensor]:
     """The way from tensors in the layout of `like` [N, C, H, W] to adjacent channels."""
-    if like.is_contiguous(memory_format=torch.channels_last):
-        return lambda x: x
-    if not like.is_contiguous():
+    if not _to_be_turned(like):
         return lambda x: x.contiguous(memory_format=torch.channels_last)
     n, c, h, w = like.shape
     turn = transposition((n, c, h * w))
@@ -521,18 +519,23 @@ def both_to_channels_last(
     input: Tensor, weight: Tensor
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The way of `to_channels_last` for two tensors, in one launch if both have to be turned."""
-    last = torch.channels_last
-    if any(x.is_contiguous(memory_format=last) or not x.is_contiguous() for x in (input, weight)):
+    if not (_to_be_turned(input) and _to_be_turned(weight)):
         pixels, filters = to_channels_last(input), to_channels_last(weight)
         return lambda x, w: (pixels(x), filters(w))
     turn = transpositions(*((*x.shape[:2], math.prod(x.shape[2:])) for x in (input, weight)))
 
     def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        both = torch.empty_like(x, memory_format=last), torch.empty_like(w, memory_format=last)
-        turn(x, both[0], w, both[1])
-        return both
+        pixels = torch.empty_like(x, memory_format=torch.channels_last)
+        filters = torch.empty_like(w, memory_format=torch.channels_last)
+        turn(x, pixels, w, filters)
+        return pixels, filters
 
     return run
+
+
+def _to_be_turned(x: Tensor) -> bool:
+    """By a transpose: neither channels-last already nor in another order than [N, C, H, W]."""
+    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def from_channels_last(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
