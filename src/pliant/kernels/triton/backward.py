@@ -15,9 +15,12 @@ from .launch import wait
 
 @triton.jit
 def clear(sums, N, EARLY: tl.constexpr, B: tl.constexpr):
-    """Set N numbers to zero, and keep them in the cache."""
+    """Set N numbers to zero, and keep them in the cache; the first ones last, since they are added
+    to first.
+    """
     wait(EARLY)
-    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    i = block.to(tl.int64) * B + tl.arange(0, B)
     tl.store(sums + i, 0.0, mask=i < N, eviction_policy="evict_last")
 
 
