@@ -946,7 +946,7 @@ def test_another_device_than_the_current_one_becomes_it(monkeypatch):
 def test_a_launch_that_fails_raises():
     """Through Triton, and of a compiled kernel."""
     x, too_many = torch.empty(4, device="cuda"), (1, 1 << 17)
-    tile = {"EARLY": False, **tuning.clear_tile()}
+    tile = {"EARLY": False, **tuning.clear_tile(1)}
     with pytest.raises(RuntimeError, match="CUDA"):
         launch.Launch(kernels.backward.clear, too_many, (4,), **tile)(x)
     known = launch.Launch(kernels.backward.clear, (1,), (4,), **tile)

@@ -14,12 +14,12 @@ from .launch import wait
 
 
 @triton.jit
-def clear(sums, N, EARLY: tl.constexpr, B: tl.constexpr):
-    """Set N numbers to zero, and keep them in the cache; the first ones last, since they are added
-    to first.
-    """
+def clear(sums, N, BACKWARDS: tl.constexpr, EARLY: tl.constexpr, B: tl.constexpr):
+    """Set N numbers to zero, and keep them in the cache; BACKWARDS, the first ones last."""
     wait(EARLY)
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = tl.program_id(0)
+    if BACKWARDS:
+        block = tl.num_programs(0) - 1 - block
     i = block.to(tl.int64) * B + tl.arange(0, B)
     tl.store(sums + i, 0.0, mask=i < N, eviction_policy="evict_last")
 

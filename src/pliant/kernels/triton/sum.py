@@ -266,7 +266,7 @@ def _backward(
     lengths = dict(zip(each, parts, strict=True))
     launches = {length: launch(part) for length, part in lengths.items()} if any(wanted) else {}
     item = value.numel() // n
-    clears = {x: _launch_clear(x * item, shapes.device) for x in lengths} if added else {}
+    clears = {x: _launch_clear(x * item, count, shapes.device) for x in lengths} if added else {}
     # The policy "skip" never visits a point that does not count: its gradients are set here.
     fresh = torch.zeros_like if policy.outside == "skip" else torch.empty_like
 
@@ -345,8 +345,8 @@ def _dense(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def _launch_clear(size: int, device: torch.device) -> Launch:
-    tile, early = tuning.clear_tile(), tuning.early(device)
+def _launch_clear(size: int, parts: int, device: torch.device) -> Launch:
+    tile, early = tuning.clear_tile(parts), tuning.early(device)
     grid = (triton.cdiv(size, tile["B"]),)
     return Launch(backward.clear, grid, (size,), EARLY=early, **tile)
 

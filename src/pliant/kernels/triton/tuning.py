@@ -116,9 +116,11 @@ def backward_tile(
     return {**tile, "maxnreg": 96} if many or dtype == torch.float32 else tile
 
 
-def clear_tile() -> dict[str, int]:
-    """Elements of gradients that a program sets to zero."""
-    return {"B": 4096, "num_warps": 8}
+def clear_tile(parts: int) -> dict[str, int]:
+    """Elements of gradients that a program sets to zero, and whether the first ones, to which the
+    next kernel adds first, come last: of a whole batch, which may exceed the cache.
+    """
+    return {"B": 4096, "BACKWARDS": parts == 1, "num_warps": 8}
 
 
 @functools.cache
