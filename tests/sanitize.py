@@ -1,8 +1,10 @@
 """The GPU kernels under NVIDIA's compute-sanitizer: `make sanitize`.
 
-memcheck sees hostile input, racecheck and initcheck ordinary input. With a kind of input, the name
-of an operator and the number of a part this runs problems themselves, so that a sanitizer can be
-given it.
+memcheck sees hostile input, racecheck and initcheck ordinary input. Every tensor is an allocation
+of its own: those that PyTorch cuts from larger ones, and uses again, would hide most errors. A
+sanitizer that does not see what is `wrong` has failed, too. With a kind of input, the name of an
+operator and the number of a part this runs problems themselves, so that a sanitizer can be given
+it.
 """
 
 import os
@@ -21,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pliant.kernels.triton import convolution, convolution_backward, launch, sum as sums, tuning
+from pliant.kernels.triton.transpose import transposition
 from pliant.sampling import direct
 from pliant.sampling.problem import accumulator
 from pliant.testing import CASES, run
@@ -40,6 +43,8 @@ ATTENTION, AGGREGATION, GEOMETRIC, CONVOLUTION, COLUMNS = OPERATORS
 
 # initcheck does not see cuBLAS's asynchronous stores: it gets products in memory that was written.
 TOOLS = {"memcheck": "hostile", "racecheck": "ordinary", "initcheck": "written"}
+OPTIONS = {"memcheck": ["--padding", "512"]}  # bytes behind each allocation that are nobody's
+ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 # Cases whose tiles differ: layouts are converted through shared memory in some of them.
 NAMED = {
@@ -91,7 +96,19 @@ MAPS = [
 PARTS = {ATTENTION: 2, AGGREGATION: 2, GEOMETRIC: 2, CONVOLUTION: 6, COLUMNS: 3}
 
 
+def wrong(tool: str) -> None:
+    """A number too many is moved, for memcheck; for the other, numbers that nobody has written."""
+    source, target = torch.zeros(100, device="cuda"), torch.zeros(100, device="cuda")
+    if tool == "initcheck":
+        source = torch.empty_like(source)
+    transposition((1, 1, 100 + (tool == "memcheck")))(source, target)
+    torch.cuda.synchronize()
+
+
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["wrong"]:
+        wrong(arguments[1])
+        return 0
     if arguments:
         kind, operator, part = arguments
         print(sum(1 for _ in work(kind, operator, "cuda", int(part))), "problems")
@@ -102,20 +119,34 @@ def main(arguments: list[str]) -> int:
         return 2
 
     def start(command: list[str]) -> tuple[int, str]:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | ALONE,
+        )  # fmt: skip
         return done.returncode, done.stdout
 
     tasks = [(operator, str(part)) for operator in OPERATORS for part in range(PARTS[operator])]
-    check, failed = [sanitizer, "--error-exitcode", "1", "--tool"], 0
-    me = [sys.executable, __file__]
+    failed, me = 0, [sys.executable, __file__]
+
+    def check(tool: str, *arguments: str) -> list[str]:
+        options = ["--error-exitcode", "1", *OPTIONS.get(tool, [])]
+        return [sanitizer, "--tool", tool, *options, *me, *arguments]
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for kind in ("ordinary", "hostile"):  # compile, which would take longer under a sanitizer
             list(pool.map(start, [[*me, kind, *task] for task in tasks]))
+        tools = ("memcheck", "initcheck")
+        controls = {tool: pool.submit(start, check(tool, "wrong", tool)) for tool in tools}
         runs = {
-            (tool, *task): pool.submit(start, [*check, tool, *me, kind, *task])
+            (tool, *task): pool.submit(start, check(tool, kind, *task))
             for tool, kind in TOOLS.items()
             for task in tasks
         }
+        for tool, done in controls.items():
+            status, said = done.result()
+            found = status == 1 and "ERROR SUMMARY" in said and "ERROR SUMMARY: 0" not in said
+            failed += not found
+            print(f"{tool}, wrong:", "found" if found else f"FAILED to find it\n{said}", flush=True)
         for (tool, operator, part), done in runs.items():
             status, said = done.result()
             failed += status != 0

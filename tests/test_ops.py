@@ -472,6 +472,17 @@ def test_triton_without_a_gpu_raises_with_every_reason() -> None:
     )
 
 
+def test_what_each_backend_supports(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    triton, value = ops.backend("triton"), torch.zeros(2)
+    monkeypatch.setattr(triton, "missing", lambda: ["no wind"])
+    monkeypatch.setattr(triton, "INTERPRET", False)
+    device = "Triton kernels need CUDA tensors, got cpu"
+    assert triton.supports(value, value, None) == ["no wind", device]
+    odd = value.to(torch.complex64)
+    assert triton.supports(odd, value, None) == ["no wind", device, "features of torch.complex64"]
+    assert ops.AUTOMATIC == {"cpu": "cpu", "cuda": "triton"}
+
+
 def test_a_problem_is_checked_once_and_maps_are_remembered() -> None:
     from pliant.sampling import maps
 

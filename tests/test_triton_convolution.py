@@ -5,6 +5,7 @@ GPU all cases run in all dtypes, and there is what only a GPU has: streams, grap
 """
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from pliant.kernels.triton import (  # noqa: E402
     launch,
     tuning,
 )
+from pliant.kernels.triton.transpose import transposition, transpositions  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 CONV, COLUMNS = "deform_conv2d", "deform_columns"
@@ -154,13 +156,26 @@ def test_products_are_exact_where_gradients_are_asked_for_in_autocast():
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
 def test_only_the_gradients_that_are_asked_for(dtype):
+    launched, call = set(), launch.Launch.__call__
+
+    def counted(self, *tensors):
+        launched.add(self.kernel.__name__)
+        return call(self, *tensors)
+
     tensors, steps, kernel = operands(dtype)
     grad = incoming(reference.deform_conv(*tensors, *steps))
     expected = reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
     for asked in ("10000", "01000", "00100", "00010", "00001", "10010", "00000"):
         needs = [n == "1" for n in asked]
-        got = backward.deform_conv_backward(grad, *tensors, *steps, needs)
+        with mock.patch.object(launch.Launch, "__call__", counted):
+            launched.clear()
+            got = backward.deform_conv_backward(grad, *tensors, *steps, needs)
         assert_close(got, [e if n else None for n, e in zip(needs, expected, strict=True)], dtype)
+        assert ({"locate", "fill", "collect"} <= launched) == needs[0]
+        assert ("differentiate" in launched) == any(needs[1:4])
+        assert ("settle" in launched) == needs[3]
+        assert not launched & {"locate", "fill", "collect"} or needs[0]
+        assert launched <= {"transpose"} or any(needs[:4])
     grad = incoming(reference.deform_columns(*tensors[:3], kernel, *steps))
     expected = reference.deform_columns_backward(
         grad.double(), *exactly(tensors[:3]), kernel, *steps, [True] * 3
@@ -246,6 +261,12 @@ def test_deterministic(dtype, deterministic):
     assert_close(results[0], expected, dtype)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    torch.use_deterministic_algorithms(False)
+    if GPU and dtype == F32:  # that it is not so by itself
+        results = [
+            backward.deform_conv_backward(grad, *tensors, *steps, [True] * 5)[0] for _ in range(20)
+        ]
+        assert not all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels-last"])
@@ -309,6 +330,41 @@ def test_rows_beyond_32_bits(monkeypatch):
     got = backward.deform_conv_backward(out, *tensors, *steps, [True] * 5)
     expected = reference.deform_conv_backward(out.double(), *exactly(tensors), *steps, [True] * 5)
     assert_close(got, expected, F32)
+
+
+SIZES = [100, 2**31 - 64, 2**31 - 1, 2**31, 2**31 + 48]  # the last ones have factors of 16
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_lines_beyond_32_bits(size):
+    """Of a tensor that long, the first tiles."""
+    source, other = torch.arange(64.0, device=DEVICE), torch.arange(6.0, device=DEVICE)
+    once, twice = transposition((1, 1, size)), transpositions((1, 1, size), (1, 2, 3))
+    once.grid = twice.grid = (1,)
+    target = torch.zeros(64, device=DEVICE)
+    once(source, target)
+    assert torch.equal(target, source)
+    target.zero_()
+    twice(source, target, other, torch.zeros_like(other))
+    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_outputs_beyond_32_bits(size, monkeypatch):
+    """Of outputs that many, the first tile, and the sum of the only part."""
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 1)
+    input = torch.arange(1.0, 6.0, device=DEVICE).view(1, 5, 1, 1)
+    weight = torch.ones(1, 5, 1, 1, device=DEVICE)
+    offset = torch.zeros(1, 2, 1, 1, device=DEVICE).expand(1, 2, 1, size)
+    geometry = forward.Geometry((1, 1), (1, 1), (0, 0), (1, 1))
+    plan = forward.Convolution(input, offset, None, weight, None, geometry, "ieee", True)
+    plan.convolve.grid = plan.merge.grid = (1, 1)
+    part, out, shifts = *torch.zeros(2, 64, device=DEVICE), offset.flatten(2)
+    plan.convolve(input, shifts, shifts, weight, weight, part)
+    plan.merge(part, weight, out)
+    assert part[0] == 15  # at the only pixel; the others lie outside
+    assert not part[1:].any()
+    assert torch.equal(out[:32], part[:32])
 
 
 @pytest.mark.parametrize("exact", ["tf32x3", "ieee"])
@@ -376,9 +432,10 @@ def test_no_program_is_left_without_a_step(monkeypatch):
 def test_float32_products_obey_pytorch():
     assert forward.precision(F32) == "tf32x3"
     try:
-        torch.set_float32_matmul_precision("high")
-        assert forward.precision(F32) == "tf32"
-        assert forward.precision(F64) == "ieee"
+        for allowed in ("high", "medium"):
+            torch.set_float32_matmul_precision(allowed)
+            assert forward.precision(F32) == "tf32"
+            assert forward.precision(F64) == "ieee"
     finally:
         torch.set_float32_matmul_precision("highest")
     matmul = torch.backends.cuda.matmul
@@ -407,17 +464,29 @@ def test_places_more_than_32_bits_apart(operator):
 # Only with a GPU
 
 
-@pytest.fixture(params=["deform_conv2d", "deform_columns"])
-def layer(request):
+WAYS = ["float16", "float32", "tf32", "groups", "chunks", "deterministic"]
+
+
+@pytest.fixture(params=[(op, way) for op in (CONV, COLUMNS) for way in WAYS], ids="-".join)
+def layer(request, monkeypatch):
     """The inputs of a small layer, and a function that runs it forward and backward."""
-    make = convolution(batch=2, channels=64, size=(20, 30), out_channels=48)
-    make = make if request.param == "deform_conv2d" else columns(make)
-    i = make(F16, "cuda", 0)
+    operator, way = request.param
+    groups = {"groups": 2, "deformable_groups": 2} if way == "groups" else {}
+    make = convolution(batch=2, channels=64, size=(20, 30), out_channels=48, **groups)
+    make = make if operator == CONV else columns(make)
+    i = make(F32 if way in ("float32", "tf32") else F16, "cuda", 0)
     i["offset"] = i["offset"].float()
-    leaves = {n: i[n].requires_grad_() for n in DIFFERENTIABLE[request.param]}
+    if way == "groups":
+        i["input"] = i["input"].contiguous(memory_format=torch.channels_last)
+    if way == "chunks":
+        monkeypatch.setattr(backward, "SCRATCH_BYTES", 1 << 19)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", way == "tf32")
+    if way == "deterministic":
+        request.getfixturevalue("deterministic")
+    leaves = {n: i[n].requires_grad_() for n in DIFFERENTIABLE[operator]}
 
     def step():
-        out = getattr(pliant, request.param)(**{**i, **leaves}, impl="triton")
+        out = getattr(pliant, operator)(**{**i, **leaves}, impl="triton")
         return out, torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
 
     return i, step
@@ -521,6 +590,19 @@ def test_memory_of_the_backward_is_bounded(monkeypatch):
     results = sum(x.numel() * x.element_size() for x in tensors)
     copies = 2 * (i["input"].numel() * 4 + grad.numel() * 2)
     assert extra < (8 << 20) + 24 * samples + results + copies + (32 << 20)
+
+
+@gpu_only
+def test_the_forward_keeps_no_columns():
+    """Which would take 113 MB: beyond the result it takes the input in another order."""
+    i = convolution(batch=16, channels=128, size=(50, 61), out_channels=32)(F16, "cuda", 0)
+    pliant.deform_conv2d(**i)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = pliant.deform_conv2d(**i)
+    extra = torch.cuda.max_memory_allocated() - before - out.numel() * 2
+    assert extra < i["input"].numel() * 2 + (4 << 20)
 
 
 @gpu_only

@@ -473,13 +473,18 @@ def test_parts_of_a_batch_in_planned_calls(dtype, strided, monkeypatch):
 
 
 @triton.jit
-def clear_slowly(sums, N, EARLY: tl.constexpr, B: tl.constexpr):  # noqa: N803
+def clear_slowly(sums, N, BACKWARDS: tl.constexpr, EARLY: tl.constexpr, B: tl.constexpr):  # noqa: N803
     launch.wait(EARLY)
     i = tl.program_id(0) * B + tl.arange(0, B)
     zero = i.to(tl.float32)
     for _ in range(N):  # half of a half of a half, until nothing is left
         zero *= 0.5
     tl.store(sums + i, zero, mask=i < N)
+
+
+def test_the_slow_way_takes_what_the_other_takes():
+    """A GPU alone would tell: the interpreter leaves out what a kernel does not know."""
+    assert clear_slowly.arg_names == kernels.backward.clear.arg_names
 
 
 @gpu_only
@@ -939,6 +944,12 @@ def test_another_device_than_the_current_one_becomes_it(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRET", True)
     launch.Launch(Kernel(), (1,), (7,))(far)
     assert launched == [(5, (far, 7))]
+    known = launch.Launch(Kernel(), (1, 1, 1), (7,))
+    known.compiled[0] = mock.Mock(run=lambda *args: launched.append((current[-1], args[3])))
+    driver = mock.Mock(get_current_stream=lambda index: f"stream of {index}")
+    monkeypatch.setattr(launch.triton.runtime.driver, "_active", driver)
+    known(far)
+    assert launched[1:] == [(5, "stream of 5")]
     assert current == [4]
 
 
@@ -964,9 +975,14 @@ def test_runs_on_the_device_of_its_tensors():
     """Not the current one, if there is another."""
     args = problem(ATTENTION)
     device = torch.device("cuda", torch.cuda.device_count() - 1)
-    out = kernels.sample_sum(*(a.to(device) if torch.is_tensor(a) else a for a in args))
-    assert out.device == device
-    torch.testing.assert_close(out.to(DEVICE), kernels.sample_sum(*args))
+    there = [a.to(device) if torch.is_tensor(a) else a for a in args]
+    for _ in range(2):  # the second of a kernel that is compiled
+        out = kernels.sample_sum(*there)
+        grads = kernels.sample_sum_backward(out, *there, [True] * 3)
+        assert {x.device for x in (out, *grads)} == {device}
+    here = kernels.sample_sum(*args)
+    expected = (here, *kernels.sample_sum_backward(here, *args, [True] * 3))
+    torch.testing.assert_close([x.to(DEVICE) for x in (out, *grads)], list(expected))
 
 
 def test_the_public_function_reaches_these_kernels():

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import taps
-from .launch import wait
+from .launch import cover, wait
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def by_point(
     PAIR: tl.constexpr, UNIFORM: tl.constexpr, EARLY: tl.constexpr, BLOCKS: tl.constexpr,
     BQ: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    programs = tl.cdiv(Q, BQ)  # of a pair
+    programs = cover(Q, BQ)  # of a pair
     pid = tl.program_id(0)
     n = (pid // programs // G).to(tl.int64)
     g = (pid // programs % G).to(tl.int64)

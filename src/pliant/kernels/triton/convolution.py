@@ -21,7 +21,7 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
-from .launch import Launch, remembered
+from .launch import Launch, cover, remembered
 from .transpose import alignment, transposition, transpositions
 
 Pair = Sequence[int]
@@ -181,8 +181,9 @@ def convolve(
     pid = tl.program_id(0)
     group = pid // COLUMNS % (C // CG)
     tile = pid // (COLUMNS * (C // CG))
-    n = (tile // tl.cdiv(Q, BM)).to(tl.int64)
-    q = tile % tl.cdiv(Q, BM) * BM + tl.arange(0, BM)
+    tiles = cover(Q, BM)
+    n = (tile // tiles).to(tl.int64)
+    q = tile % tiles * BM + tl.arange(0, BM)
     clamped = tl.minimum(q, Q - 1)  # a position too many repeats the last: its loads need no mask
     co = pid % COLUMNS * BN + tl.arange(0, BN)
     counts = co < COG
@@ -222,8 +223,9 @@ def merge(
 ):  # fmt: skip
     """The sum of SPLITS channels-last outputs."""
     Q = Q_UNITS * Q_ALIGN
-    n = (tl.program_id(0) // tl.cdiv(Q, BM)).to(tl.int64)
-    q = tl.program_id(0) % tl.cdiv(Q, BM) * BM + tl.arange(0, BM)
+    tiles = cover(Q, BM)
+    n = (tl.program_id(0) // tiles).to(tl.int64)
+    q = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     co = tl.program_id(1) * BN + tl.arange(0, BN)
     live = q < Q
     counts = co < CO
@@ -287,7 +289,7 @@ def unfold(
 def _in_line(lines, width, WO, K: tl.constexpr, KW: tl.constexpr, BJ: tl.constexpr):
     """A program's image, line of the columns and places in it, and their positions and taps."""
     pid = tl.program_id(0)
-    blocks = tl.cdiv(width, BJ)
+    blocks = cover(width, BJ)
     n = (pid // blocks // lines).to(tl.int64)
     line = pid // blocks % lines
     j = pid % blocks * BJ + tl.arange(0, BJ)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import taps
-from .launch import wait
+from .launch import cover, wait
 
 
 @triton.jit(do_not_specialize=["Q", "S"])
@@ -30,7 +30,7 @@ def by_query(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    blocks = tl.cdiv(Q, BQ)
+    blocks = cover(Q, BQ)
     pid = tl.program_id(0)
     n = (pid // blocks // (G // BG)).to(tl.int64)
     first_g = (pid // blocks % (G // BG) * BG).to(tl.int64)

@@ -86,6 +86,12 @@ def wait(EARLY: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def cover(size, B: tl.constexpr):
+    """Blocks of B for `size` numbers, one at least: cdiv, whose sum 32 bits may not hold."""
+    return (size - 1) // B + 1
+
+
 _remembered: dict[Hashable, Any] = {}
 
 

@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
-from .launch import Launch
+from .launch import Launch, cover
 
 
 @triton.jit
 def _turn(source, target, tile, R, S, BR: tl.constexpr, BS: tl.constexpr):
     """A tile of [batch, R, S] to [batch, S, R]."""
-    across = tl.cdiv(S, BS)
-    blocks = tl.cdiv(R, BR) * across
+    across = cover(S, BS)
+    blocks = cover(R, BR) * across
     r = tile % blocks // across * BR + tl.arange(0, BR)
     s = tile % across * BS + tl.arange(0, BS)
     start = (tile // blocks).to(tl.int64) * R * S
@@ -78,5 +78,8 @@ def _tiles(size: Size) -> int:
 
 
 def alignment(size: int) -> int:
-    """The largest power of two, up to 16, that divides `size`: so far vector accesses can reach."""
-    return math.gcd(size, 16)
+    """The largest power of two, up to 16, that divides `size`: so far vector accesses can reach.
+
+    A kernel multiplies with it, so it is 1 where the product needs the 64 bits of `size` itself.
+    """
+    return math.gcd(size, 16) if size < 2**31 else 1
