@@ -27,7 +27,7 @@ from pliant.kernels.triton import (  # noqa: E402
     launch,
     tuning,
 )
-from pliant.kernels.triton.transpose import transposition, transpositions  # noqa: E402
+from pliant.kernels.triton.transpose import transposition  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 CONV, COLUMNS = "deform_conv2d", "deform_columns"
@@ -338,15 +338,23 @@ SIZES = [100, 2**31 - 64, 2**31 - 1, 2**31, 2**31 + 48]  # the last ones have fa
 @pytest.mark.parametrize("size", SIZES)
 def test_lines_beyond_32_bits(size):
     """Of a tensor that long, the first tiles."""
-    source, other = torch.arange(64.0, device=DEVICE), torch.arange(6.0, device=DEVICE)
-    once, twice = transposition((1, 1, size)), transpositions((1, 1, size), (1, 2, 3))
-    once.grid = twice.grid = (1,)
-    target = torch.zeros(64, device=DEVICE)
-    once(source, target)
-    assert torch.equal(target, source)
-    target.zero_()
-    twice(source, target, other, torch.zeros_like(other))
-    assert torch.equal(target, source)
+    source = torch.arange(64.0, device=DEVICE)
+    for sizes in ([(1, 1, size)], [(1, 1, size), (1, 1, 3), (1, 1, 4)]):
+        turn, target = transposition(*sizes), torch.zeros_like(source)
+        turn.grid = (1,)
+        more = [torch.zeros_like(source)] * (len(sizes) - 1)
+        turn(source, *more, target, *more)
+        assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_transposes_in_one_launch(count):
+    sizes = [(2, 3, 70), (1, 130, 66), (3, 5, 1)][:count]
+    sources = [torch.randn(size, device=DEVICE) for size in sizes]
+    targets = [torch.empty_like(x.mT, memory_format=torch.contiguous_format) for x in sources]
+    transposition(*sizes)(*sources, *targets)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, source.mT)
 
 
 @pytest.mark.parametrize("size", SIZES)

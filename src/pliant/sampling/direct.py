@@ -186,17 +186,15 @@ class Plan:
         self, grad: Tensor, operands: Operands, needs: tuple[bool, bool, bool]
     ) -> Sequence[Tensor | None]:
         """Those of value, loc and weight that are needed, in the operator's own shapes."""
-        args = (grad, *operands)
-        if not (ops.observed(()) or ops.transformed(args)) and ordinary(*args):
-            key = (needs, grad.stride())
-            kernel = self.backwards.recall(key, *args)
-            if kernel is None and self._fits(*operands) and plannable(*args):
-                kernel = self._plan_backward(grad, operands, needs) or _no_kernel
-                self.backwards.keep(key, kernel, *args)
-            grads: Sequence[Tensor | None] | None = None if kernel is None else kernel(*args)
-            if grads is not None:
-                ops.note("sample_sum_backward", self.backend)
-                return grads
+        grads = _by_plan(
+            self.backwards,
+            (needs, grad.stride()),
+            (grad, *operands),
+            lambda: self._plan_backward(grad, operands, needs) if self._fits(*operands) else None,
+        )
+        if grads is not None:
+            ops.note("sample_sum_backward", self.backend)
+            return grads
         views = self.layout.views(*operands)
         canonical = ops.sample_sum.gradients(
             *(self._unflattened(grad), *views, *self.layout.policy, self.impl, list(needs)),
@@ -241,8 +239,28 @@ class Plan:
         return grad.reshape(*grad.shape[:2], *self.channels)
 
 
-def _no_kernel(*args: Tensor) -> None:
-    """In place of one, where the long way is the right one."""
+def _by_plan(
+    plans: Plans,
+    key: Hashable,
+    args: Sequence[Tensor | None],
+    make: Callable[[], Callable[..., Any] | None],
+) -> Sequence[Tensor | None] | None:
+    """The gradients by a kernel that was planned for such tensors, or that `make` gives now.
+
+    None where the long way is the right one.
+    """
+    given = [x for x in args if x is not None]
+    if ops.observed(()) or ops.transformed(given) or not ordinary(*given):
+        return None
+    kernel = plans.recall(key, *given)
+    if kernel is None and plannable(*given):
+        kernel = make() or _no_kernel
+        plans.keep(key, kernel, *given)
+    return None if kernel is None else kernel(*args)
+
+
+def _no_kernel(*args: Tensor | None) -> None:
+    """In place of one, where there is none."""
 
 
 class _Direct(torch.autograd.Function):
@@ -294,6 +312,7 @@ class Convolution:
         self.signatures = [None if x is None else _signature(x) for x in tensors]
         self.rest, self.backend = (*steps, impl), ops.choose(impl, *tensors[:3])
         self.kernel: Any = None  # none: the long way
+        self.backwards = Plans(64)
         if self.backend != "reference":
             self.kernel = ops.backend(self.backend).plan_conv(*tensors, *steps)
 
@@ -311,10 +330,29 @@ class Convolution:
     def gradients(
         self, grad: Tensor, tensors: Sequence[Tensor | None], needs: list[bool]
     ) -> Sequence[Tensor | None]:
-        known = zip(tensors, self.signatures, strict=True)
-        unchanged = all(x is None or _signature(x) == one for x, one in known)
-        grads = ops.deform_conv.gradients(grad, *tensors, *self.rest, needs, checked=unchanged)
+        args = (grad, *tensors)
+        if self.kernel is not None and not checks.autocast(grad.device.type):
+            key = (*needs, *grad.stride())
+            known = _by_plan(self.backwards, key, args, lambda: self._plan_backward(args, needs))
+            if known is not None:
+                ops.note("deform_conv_backward", self.backend)
+                return known
+        checked = self._fits(tensors)
+        grads = ops.deform_conv.gradients(*args, *self.rest, needs, checked=checked)
         return [g if need else None for g, need in zip(grads, needs, strict=True)]
+
+    def _fits(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether saved tensors are what they were, as those of a `Plan`."""
+        known = zip(tensors, self.signatures, strict=True)
+        return all(x is None or _signature(x) == one for x, one in known)
+
+    def _plan_backward(
+        self, args: Sequence[Tensor | None], needs: list[bool]
+    ) -> Callable[..., Any] | None:
+        if not self._fits(args[1:]):
+            return None
+        *steps, _ = self.rest
+        return ops.backend(self.backend).plan_conv_backward(*args, *steps, needs)  # type: ignore[no-any-return]
 
 
 class _DirectConvolution(torch.autograd.Function):

@@ -12,6 +12,7 @@ from .convolution import (
     deform_conv,
     deform_conv_backward,
     plan_conv,
+    plan_conv_backward,
 )
 from .launch import plan_sum, plan_sum_backward, sample_sum, sample_sum_backward
 from .library import describe, missing, supports
@@ -24,6 +25,7 @@ __all__ = [
     "describe",
     "missing",
     "plan_conv",
+    "plan_conv_backward",
     "plan_sum",
     "plan_sum_backward",
     "sample_sum",

@@ -89,6 +89,12 @@ def plan_conv(*operands: Any) -> Callable[..., Tensor]:
     return lambda *tensors: deform_conv(*tensors, *steps)
 
 
+def plan_conv_backward(*operands: Any) -> Callable[..., tuple[MaybeTensor, ...]]:
+    """deform_conv_backward, in the same way."""
+    rest = operands[6:]
+    return lambda *tensors: deform_conv_backward(*tensors, *rest)
+
+
 def deform_conv_backward(
     grad: Tensor,
     input: Tensor,

@@ -29,6 +29,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 _HOMES = {
     "plan_conv": "convolution",
+    "plan_conv_backward": "convolution_backward",
     "plan_sum": "sum",
     "plan_sum_backward": "sum",
     "sample_sum": "sum",

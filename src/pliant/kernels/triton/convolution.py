@@ -11,7 +11,7 @@ deformable group: its samples share their positions and meet the same weights.
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
 from .launch import Launch, cover, remembered
-from .transpose import alignment, transposition, transpositions
+from .transpose import alignment, transposition
 
 Pair = Sequence[int]
 
@@ -404,7 +404,7 @@ class Convolution:
         splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
         blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
         end = {"BIAS": bias is not None, "LAST": last}
-        self.turned = both_to_channels_last(input, weight)
+        self.turned = to_channels_last(input, weight)
         self.parts = None if splits == 1 else (splits, n, co, ho, wo)
         made = weight.new_empty((1, co, ho, wo), device="meta")
         choices = options(input, offset, mask, made, weight[None])
@@ -465,11 +465,11 @@ def deform_columns(
         return out.zero_()
     geometry, operands = Geometry(kernel, stride, padding, dilation), (input, offset, mask)
     key = (deform_columns, input.device, *signature(operands, geometry))
-    pixels, launch = remembered(
+    lay, launch = remembered(
         key, lambda: (to_channels_last(input), _resample(*operands, out, geometry))
     )
     shifts = offset.flatten(2)
-    launch(pixels(input), shifts, shifts if mask is None else mask.flatten(2), out)
+    launch(*lay(input), shifts, shifts if mask is None else mask.flatten(2), out)
     return out
 
 
@@ -502,42 +502,43 @@ def channel_sizes(
     }  # fmt: skip
 
 
-def to_channels_last(like: Tensor) -> Callable[[Tensor], Tensor]:
-    """The way from tensors in the layout of `like` [N, C, H, W] to adjacent channels."""
-    if not _to_be_turned(like):
-        return lambda x: x.contiguous(memory_format=torch.channels_last)
-    n, c, h, w = like.shape
-    turn = transposition((n, c, h * w))
+def to_channels_last(*likes: Tensor | None) -> Callable[..., list[Any]]:
+    """The way from up to three tensors in the layouts of these [N, C, H, W] to adjacent channels.
 
-    def run(x: Tensor) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.channels_last)
-        turn(x, out)
-        return out
+    One in the place of None is left as it is.
+    """
+    last, turn = torch.channels_last, None
+    ways = [
+        "keep"
+        if x is None or x.is_contiguous(memory_format=last)
+        else "turn"
+        if x.is_contiguous()
+        else "copy"
+        for x in likes
+    ]
+    places = [i for i, way in enumerate(ways) if way == "turn"]
+    if places:
+        turn = transposition(*(_matrices(likes[i]) for i in places))
+
+    def run(*tensors: Any) -> list[Any]:
+        laid = [
+            x
+            if way == "keep"
+            else torch.empty_like(x, memory_format=last)
+            if way == "turn"
+            else x.contiguous(memory_format=last)
+            for x, way in zip(tensors, ways, strict=True)
+        ]
+        if turn is not None:
+            turn(*[tensors[i] for i in places], *[laid[i] for i in places])
+        return laid
 
     return run
 
 
-def both_to_channels_last(
-    input: Tensor, weight: Tensor
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The way of `to_channels_last` for two tensors, in one launch if both have to be turned."""
-    if not (_to_be_turned(input) and _to_be_turned(weight)):
-        pixels, filters = to_channels_last(input), to_channels_last(weight)
-        return lambda x, w: (pixels(x), filters(w))
-    turn = transpositions(*((*x.shape[:2], math.prod(x.shape[2:])) for x in (input, weight)))
-
-    def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        pixels = torch.empty_like(x, memory_format=torch.channels_last)
-        filters = torch.empty_like(w, memory_format=torch.channels_last)
-        turn(x, pixels, w, filters)
-        return pixels, filters
-
-    return run
-
-
-def _to_be_turned(x: Tensor) -> bool:
-    """By a transpose: neither channels-last already nor in another order than [N, C, H, W]."""
-    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+def _matrices(x: Any) -> tuple[int, int, int]:
+    n, c, h, w = x.shape
+    return n, c, h * w
 
 
 def from_channels_last(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

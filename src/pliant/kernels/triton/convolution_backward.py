@@ -437,6 +437,47 @@ def deform_conv_backward(
     return *grads, None if added is None else _grad_bias(grad.to(input.dtype), added)
 
 
+def plan_conv_backward(
+    grad: Tensor,
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    needs: Sequence[bool],
+) -> Callable[..., Grads | None] | None:
+    """deform_conv_backward of tensors in the memory layout of these.
+
+    None, here or from the function, if the way through deform_conv_backward is the right one.
+    """
+    *others, to_bias = needs
+    if not (input.numel() and grad.numel() and any(others)):
+        return None
+    geometry = Geometry(weight.shape[2:], stride, padding, dilation)
+    plans: dict[str, Gradients] = {}  # by what PyTorch is told of products, at each call
+
+    def planned(
+        grad: Tensor,
+        input: Tensor,
+        offset: Tensor,
+        mask: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Grads | None:
+        if torch.are_deterministic_algorithms_enabled():
+            return None
+        exact = forward.precision(input.dtype)
+        if exact not in plans:
+            operands = (grad, input, offset, mask, weight)
+            plans[exact] = Gradients(*operands, geometry, others, False, exact)
+        return plans[exact](grad, input, offset, mask, weight, bias if to_bias else None)
+
+    return planned
+
+
 def deform_columns_backward(
     grad: Tensor,
     input: Tensor,
@@ -522,7 +563,7 @@ class Gradients:
         chunks = list(chunked(n, q, k * c * (stored.itemsize + apart * input.element_size())))
         split = chunks[0].part < q  # then sums go over several chunks
 
-        self.pixels, self.grad_input = to_channels_last(input), from_channels_last(input)
+        self.grad_input = from_channels_last(input)
         self.last, self.summed = last_format(input), sums if split else input.dtype
         self.bins = Bins(problem, input, sort) if to_input else None
         self.products: Products | None = None
@@ -531,9 +572,15 @@ class Gradients:
             rows = math.gcd(*(chunk.rows for chunk in chunks))
             alone = groups == 1 and exact == "tf32x3"
             parts = tuning.filter_parts(rows, k * c, co, input.device) if alone else 1
-            self.products = Products(grad.to(input.dtype), weight, groups, parts)
+            self.products = Products(weight, groups, parts)
             self.settle = _settle(problem, weight, parts) if self.to_weight else None
         wanted = (self.to_offset, self.to_mask, self.to_weight)
+        # Pixels, rows of outputs and filters, as far as they are needed.
+        self.lay = to_channels_last(
+            input if any(wanted) else None,
+            None if weight is None else grad.to(input.dtype),
+            weight if self.sampled else None,
+        )
         ours = self.sampled and weight is not None and exact == "tf32x3"
         self.steps = [
             Step(
@@ -557,7 +604,9 @@ class Gradients:
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Grads:
-        pixels, shifts = self.pixels(input), self.offset(offset)
+        products, shifts = self.products, self.offset(offset)
+        grad = grad.contiguous() if products is None else grad.to(self.dtype)
+        pixels, grad, filters = self.lay(input, grad, weight)
         given = shifts if mask is None else self.modulation(mask)
         grad_offset = self.offset.empty(offset) if self.to_offset else None
         grad_mask = self.modulation.empty(mask) if self.to_mask and mask is not None else None
@@ -568,12 +617,8 @@ class Gradients:
         if self.bins is not None:
             grad_pixels = torch.empty_like(input, dtype=self.summed, memory_format=self.last)
             bins = self.bins(shifts, given)
-        products = self.products
-        if products is None or weight is None:
-            grad = filters = grad.contiguous()
-        else:
-            grad = products.to_rows(grad.to(self.dtype))
-            filters = products.filters(weight) if self.sampled else grad
+        if products is not None:
+            filters = products.filters(filters) if self.sampled else grad
             grad_bias = None if bias is None else _grad_bias(grad, bias)
         space = torch.empty(self.steps[0].columns, dtype=self.stored, device=self.device)
         other = space if self.apart is None else torch.empty_like(space, dtype=self.apart)
@@ -626,7 +671,7 @@ def _cut(space: Tensor, shape: tuple[int, ...]) -> Tensor:
 class Products:
     """Products with a weight: of matrices or, with groups, of stacks of them."""
 
-    def __init__(self, grad: Tensor, weight: Tensor, groups: int, parts: int) -> None:
+    def __init__(self, weight: Tensor, groups: int, parts: int) -> None:
         co, cg, kh, kw = weight.shape
         each, row = co // groups, kh * kw * cg
         one = groups == 1  # the way to the faster routines
@@ -635,7 +680,6 @@ class Products:
         self.sum = _summed(torch.bmm if stacked else torch.mm, weight)
         self.add = _summed(torch.baddbmm if stacked else torch.addmm, weight)
         self.parts = parts
-        self.to_rows, self.to_filters = to_channels_last(grad), to_channels_last(weight)
         self.stack, self.each, self.strides = (groups,)[one:], each, (each, co, 1)[one:]
         self.matrix = (groups, each, row)[one:], (each * row, row, 1)[one:]
 
@@ -645,8 +689,8 @@ class Products:
         return grad.as_strided((*self.stack, rows, self.each), self.strides, at)
 
     def filters(self, weight: Tensor) -> Tensor:
-        """[Co, K * C/groups] or [groups, Co/groups, K * C/groups]."""
-        return self.to_filters(weight).as_strided(*self.matrix)
+        """Of a channels-last `weight`: [Co, K * C/groups] or [groups, Co/groups, K * C/groups]."""
+        return weight.as_strided(*self.matrix)
 
     def grad_filters(self, so_far: Tensor | None, outputs: Tensor, columns: Tensor) -> Tensor:
         """`so_far` plus [K * C/groups, Co/groups] for each group, or each part of the rows.

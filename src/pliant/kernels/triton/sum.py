@@ -92,12 +92,13 @@ def _forward(
     launch = _launch(value, shapes, starts, loc, weight, out, policy, splits)
 
     def start(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor) -> Tensor:
-        out = value.new_empty(*size)
-        parts = out if splits == 1 else value.new_empty(splits, *size, dtype=acc)
+        if splits == 1:
+            out = value.new_empty(*size)
+            launch(value, shapes, starts, loc, weight, out)
+            return out
+        parts = value.new_empty(splits, *size, dtype=acc)
         launch(value, shapes, starts, loc, weight, parts)
-        if splits > 1:
-            torch.sum(parts, 0, out=out) if dtype == acc else out.copy_(parts.sum(0))
-        return out
+        return parts.sum(0).to(dtype)
 
     return start
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from . import tuning
 from .launch import Launch, cover
@@ -33,41 +32,49 @@ def transpose(
     _turn(source, target, tl.program_id(0), R_UNITS * R_ALIGN, S_UNITS * S_ALIGN, BR, BS)
 
 
-@triton.jit(do_not_specialize=["FIRST", "R_UNITS", "S_UNITS", "R2_UNITS", "S2_UNITS"])
-def transpose_two(
-    source, target, source2, target2, FIRST, R_UNITS, S_UNITS, R2_UNITS, S2_UNITS,
+@triton.jit(
+    do_not_specialize=[
+        "FIRST", "SECOND", "R_UNITS", "S_UNITS", "R2_UNITS", "S2_UNITS", "R3_UNITS", "S3_UNITS",
+    ]
+)  # fmt: skip
+def transpose_three(
+    source, source2, source3, target, target2, target3,
+    FIRST, SECOND, R_UNITS, S_UNITS, R2_UNITS, S2_UNITS, R3_UNITS, S3_UNITS,
     R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, R2_ALIGN: tl.constexpr, S2_ALIGN: tl.constexpr,
-    BR: tl.constexpr, BS: tl.constexpr,
+    R3_ALIGN: tl.constexpr, S3_ALIGN: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """The first tensor has FIRST tiles."""
+    """Of the tiles, FIRST are the first tensor's, and SECOND the second's."""
     tile = tl.program_id(0)
     if tile < FIRST:
         _turn(source, target, tile, R_UNITS * R_ALIGN, S_UNITS * S_ALIGN, BR, BS)
-    else:
+    elif tile - FIRST < SECOND:
         _turn(source2, target2, tile - FIRST, R2_UNITS * R2_ALIGN, S2_UNITS * S2_ALIGN, BR, BS)
+    else:
+        tile -= FIRST + SECOND
+        _turn(source3, target3, tile, R3_UNITS * R3_ALIGN, S3_UNITS * S3_ALIGN, BR, BS)
 
 
 Size = tuple[int, int, int]
 
 
-def transposition(size: Size) -> Callable[[Tensor, Tensor], None]:
-    """The way from [batch, rows, columns] in one tensor to [batch, columns, rows] in another."""
-    r, s = map(alignment, size[1:])
-    return Launch(
-        transpose, (_tiles(size),), (size[1] // r, size[2] // s),
-        R_ALIGN=r, S_ALIGN=s, **tuning.transpose_tile(),
+def transposition(*sizes: Size) -> Callable[..., None]:
+    """The way from [batch, rows, columns] in one tensor to [batch, columns, rows] in another, or
+    from up to three in one launch; it takes them all, and then the others.
+    """
+    tiles, tile = [_tiles(size) for size in sizes], tuning.transpose_tile()
+    aligned = [(alignment(rows), alignment(columns)) for _, rows, columns in sizes]
+    both = zip(sizes, aligned, strict=True)
+    units = [(rows // r, columns // s) for (_, rows, columns), (r, s) in both]
+    if len(sizes) == 1:
+        r, s = aligned[0]
+        return Launch(transpose, (tiles[0],), units[0], R_ALIGN=r, S_ALIGN=s, **tile)
+    (r, s), (r2, s2), (r3, s3) = (*aligned, aligned[-1])[:3]
+    launch = Launch(
+        transpose_three, (sum(tiles),), (*tiles[:2], *sum((*units, units[-1])[:3], ())),
+        R_ALIGN=r, S_ALIGN=s, R2_ALIGN=r2, S2_ALIGN=s2, R3_ALIGN=r3, S3_ALIGN=s3, **tile,
     )  # fmt: skip
-
-
-def transpositions(one: Size, two: Size) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Two in one launch: source and target of the one, then of the other."""
-    (r, s), (r2, s2) = (map(alignment, size[1:]) for size in (one, two))
-    first = _tiles(one)
-    return Launch(
-        transpose_two, (first + _tiles(two),),
-        (first, one[1] // r, one[2] // s, two[1] // r2, two[2] // s2),
-        R_ALIGN=r, S_ALIGN=s, R2_ALIGN=r2, S2_ALIGN=s2, **tuning.transpose_tile(),
-    )  # fmt: skip
+    # Of two, the second stands for the third, which has no tiles.
+    return launch if len(sizes) == 3 else lambda a, b, c, d: launch(a, b, b, c, d, d)
 
 
 def _tiles(size: Size) -> int:
