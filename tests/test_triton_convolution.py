@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pliant
-from pliant.sampling import ops, reference
+from pliant.sampling import direct, ops, reference
 from pliant.testing import CASES, DIFFERENTIABLE, check, incoming, run, verify
 from pliant.testing.cases import columns, convolution, spread
 
@@ -152,6 +152,34 @@ def test_products_are_exact_where_gradients_are_asked_for_in_autocast():
         with torch.autocast(DEVICE, enabled=autocast):
             got = torch.autograd.grad(out, leaves, grad, retain_graph=True)
         assert_close(got, expected, F32)
+
+
+def test_a_planned_backward_obeys_what_it_is_told_later(monkeypatch):
+    made, init = [], backward.Gradients.__init__
+
+    def told(self, *args):
+        made.append(args[-2:])  # whether to sort, how to multiply
+        init(self, *args)
+
+    monkeypatch.setattr(backward.Gradients, "__init__", told)
+    monkeypatch.setattr(direct, "plans", direct.Plans())
+    tensors, _, _ = operands()
+    leaves = [x.requires_grad_() for x in tensors]
+    names = ("input", "offset", "mask", "weight", "bias")
+    out = pliant.deform_conv2d(
+        **dict(zip(names, leaves, strict=True)), padding=(1, 0), impl="triton"
+    )
+    grad, results = incoming(out.detach()), []
+    for sort, exact in ((False, "tf32x3"), (True, "tf32x3"), (False, "ieee"), (False, "tf32x3")):
+        monkeypatch.setattr(forward, "precision", lambda dtype, exact=exact: exact)
+        torch.use_deterministic_algorithms(sort)
+        try:
+            results.append(torch.autograd.grad(out, leaves, grad, retain_graph=True))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert made == [(False, "tf32x3"), (True, "tf32x3"), (False, "ieee")]
+    for got in results[1:]:
+        assert_close(got, [x.double() for x in results[0]], F32)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
