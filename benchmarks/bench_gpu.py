@@ -56,6 +56,7 @@ class Figure(NamedTuple):
     floor: Times | None = None
     aim: Times | None = None
     aim_last: float | None = None  # of a forward whose input is channels-last
+    uniform: Times | None = None  # the peer's with uniform positions
 
 
 NPU = "npu_deformable_conv2d"
@@ -71,7 +72,10 @@ FIGURES = [
     Figure("bev-sca", "float16", "FlashDeformAttn", (462, 8759), (360, 1731), (380, 1980)),
     Figure("msda-doc", "float32"),
     Figure("sparse4d-b1", "float32", "Sparse4D", (551, 2060), (24, 59), (55, 145)),
-    Figure("sparse4d-b8", "float32", "Sparse4D", (4386, 16583), (197, 475), (390, 1050)),
+    Figure(
+        "sparse4d-b8", "float32", "Sparse4D", (4386, 16583), (197, 475), (390, 1050),
+        uniform=(6854, 163657),
+    ),
     Figure("da-doc", "float32"),
     Figure("gkt-doc", "float32", "MapTR", (379, 1840), (107, 257), (130, 400)),
     Figure("maptr-tiny", "float32"),
@@ -155,6 +159,7 @@ def _row(figure: Figure, positions: str, apart: bool) -> Row:
     function = functools.partial(getattr(pliant, operator), **inputs)
     grad = testing.incoming(function().detach())
     torch.backends.cuda.matmul.allow_tf32 = figure.dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = figure.dtype == "tf32"  # of the ordinary convolution
     try:
         forward, backward = _times(function, leaves, grad)
         host, without, bare = host_times(function, torch.no_grad()(function), bare_launch)
@@ -178,6 +183,7 @@ def _row(figure: Figure, positions: str, apart: bool) -> Row:
         return row | (_beside(inputs, leaves, grad) if operator == "deform_conv2d" else {})
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def _times(
@@ -376,6 +382,8 @@ def _table(rows: list[Row]) -> Table:
         figure, ours = KNOWN[row["id"], row["dtype"]], (row["forward"], row["backward"])
         own = row["positions"] == WORKLOADS[row["id"]].positions
         peer, floor, aim = (t if own else None for t in (figure.peer, figure.floor, figure.aim))
+        if row["positions"] == "uniform" and not own:
+            peer = figure.uniform
         table.add_row(
             row["id"], row["dtype"], row["positions"], _pair(ours), f"{row['both']:.0f}",
             _pair(peer), _pair(peer and (peer[0] / ours[0], peer[1] / ours[1]), "{:.1f}x"),
