@@ -20,9 +20,7 @@ class Errors(NamedTuple):
 
     forward: float
     backward: float  # the worst gradient
-    # Of the error budget that is used: above 1 the result is wrong, unless matrices were multiplied
-    # in 16 bits or tf32, whose budget is that of plain PyTorch in the same products.
-    share: float
+    share: float  # of the error budget that is used: above 1 the result is wrong
 
 
 @functools.cache
@@ -38,13 +36,23 @@ def failures(operator: str, impl: str, device: str = "cpu") -> list[str]:
     return failed
 
 
-def errors(operator: str, inputs: dict[str, Any], impl: str, grad: Tensor) -> Errors:
-    """How far `impl` is from the reference in float64 on this very problem."""
+def errors(
+    operator: str, inputs: dict[str, Any], impl: str, grad: Tensor, *, coarse: bool = False
+) -> Errors:
+    """How far `impl` is from the reference in float64 on this very problem.
+
+    Products that are `coarse`, of 16 bits or tf32, have the budget of plain PyTorch in the same.
+    """
     wanted, wanted_grads = exact(operator, inputs, grad)
     got, got_grads = testing.run(operator, inputs, impl, grad_output=grad)
     pairs = [(got, wanted), *((got_grads[name], wanted_grads[name]) for name in wanted_grads)]
     forward, *backward = (_relative(*pair) for pair in pairs)
-    return Errors(forward, max(backward), max(testing.worst(*pair).share for pair in pairs))
+    plain: list[Tensor | None] = [None] * len(pairs)
+    if coarse:
+        base, base_grads = testing.run(operator, inputs, "reference", grad_output=grad)
+        plain = [base, *(base_grads[name] for name in wanted_grads)]
+    shares = [testing.worst(*pair, base).share for pair, base in zip(pairs, plain, strict=True)]
+    return Errors(forward, max(backward), max(shares))
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:
