@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 # Before torch is imported: some virtual machines advertise AMX but die on its instructions.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# And what PyTorch asks for where products of matrices are to be deterministic on a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch

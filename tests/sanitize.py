@@ -1,10 +1,10 @@
 """The GPU kernels under NVIDIA's compute-sanitizer: `make sanitize`.
 
 memcheck sees hostile input, racecheck and initcheck ordinary input. Every tensor is an allocation
-of its own: those that PyTorch cuts from larger ones, and uses again, would hide most errors. A
-sanitizer that does not see what is `wrong` has failed, too. With a kind of input, the name of an
-operator and the number of a part this runs problems themselves, so that a sanitizer can be given
-it.
+of its own: those that PyTorch cuts from larger ones, and uses again, would hide most errors. Where
+memcheck or initcheck does not see what is `wrong`, it has failed, too. With a kind of input, the
+name of an operator and the number of a part this runs problems themselves, so that a sanitizer can
+be given it.
 """
 
 import os

@@ -39,6 +39,7 @@ gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
 def nothing_is_remembered(monkeypatch):
     """So that what a test changes is seen, though another had the same signature."""
     monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(direct, "plans", direct.Plans())
 
 
 # The interpreter takes seconds for each: those that differ most, and these in other dtypes too.
@@ -162,7 +163,6 @@ def test_a_planned_backward_obeys_what_it_is_told_later(monkeypatch):
         init(self, *args)
 
     monkeypatch.setattr(backward.Gradients, "__init__", told)
-    monkeypatch.setattr(direct, "plans", direct.Plans())
     tensors, _, _ = operands()
     leaves = [x.requires_grad_() for x in tensors]
     names = ("input", "offset", "mask", "weight", "bias")
@@ -199,11 +199,11 @@ def test_only_the_gradients_that_are_asked_for(dtype):
             launched.clear()
             got = backward.deform_conv_backward(grad, *tensors, *steps, needs)
         assert_close(got, [e if n else None for n, e in zip(needs, expected, strict=True)], dtype)
-        assert ({"locate", "fill", "collect"} <= launched) == needs[0]
+        to_input = {"locate", "fill", "collect"}
+        assert launched & to_input == (to_input if needs[0] else set())
         assert ("differentiate" in launched) == any(needs[1:4])
         assert ("settle" in launched) == needs[3]
-        assert not launched & {"locate", "fill", "collect"} or needs[0]
-        assert launched <= {"transpose"} or any(needs[:4])
+        assert any(needs[:4]) or not launched
     grad = incoming(reference.deform_columns(*tensors[:3], kernel, *steps))
     expected = reference.deform_columns_backward(
         grad.double(), *exactly(tensors[:3]), kernel, *steps, [True] * 3
@@ -269,8 +269,7 @@ def test_chunks_cover_every_position_once_and_stay_within_the_scratch_space(monk
 
 
 @pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -516,16 +515,17 @@ def layer(request, monkeypatch):
         i["input"] = i["input"].contiguous(memory_format=torch.channels_last)
     if way == "chunks":
         monkeypatch.setattr(backward, "SCRATCH_BYTES", 1 << 19)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", way == "tf32")
-    if way == "deterministic":
-        request.getfixturevalue("deterministic")
     leaves = {n: i[n].requires_grad_() for n in DIFFERENTIABLE[operator]}
 
     def step():
         out = getattr(pliant, operator)(**{**i, **leaves}, impl="triton")
         return out, torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
 
-    return i, step
+    torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
+    torch.use_deterministic_algorithms(way == "deterministic")
+    yield i, step
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(False)
 
 
 def same(one, other):

@@ -507,30 +507,20 @@ def to_channels_last(*likes: Tensor | None) -> Callable[..., list[Any]]:
 
     One in the place of None is left as it is.
     """
-    last, turn = torch.channels_last, None
-    ways = [
-        "keep"
-        if x is None or x.is_contiguous(memory_format=last)
-        else "turn"
-        if x.is_contiguous()
-        else "copy"
-        for x in likes
-    ]
-    places = [i for i, way in enumerate(ways) if way == "turn"]
-    if places:
-        turn = transposition(*(_matrices(likes[i]) for i in places))
+    last = torch.channels_last
+    others = [x is not None and not x.is_contiguous(memory_format=last) for x in likes]
+    turned = [i for i, x in enumerate(likes) if others[i] and x is not None and x.is_contiguous()]
+    copied = [i for i, other in enumerate(others) if other and i not in turned]
+    turn = transposition(*(_matrices(likes[i]) for i in turned)) if turned else None
 
     def run(*tensors: Any) -> list[Any]:
-        laid = [
-            x
-            if way == "keep"
-            else torch.empty_like(x, memory_format=last)
-            if way == "turn"
-            else x.contiguous(memory_format=last)
-            for x, way in zip(tensors, ways, strict=True)
-        ]
+        laid = list(tensors)
+        for i in copied:
+            laid[i] = tensors[i].contiguous(memory_format=last)
         if turn is not None:
-            turn(*[tensors[i] for i in places], *[laid[i] for i in places])
+            for i in turned:
+                laid[i] = torch.empty_like(tensors[i], memory_format=last)
+            turn(*[tensors[i] for i in turned], *[laid[i] for i in turned])
         return laid
 
     return run
