@@ -428,13 +428,10 @@ def deform_conv_backward(
     needs: Sequence[bool],
 ) -> Grads:
     """Gradients of input, offset, mask, weight and bias."""
-    *others, to_bias = needs
-    added = bias if to_bias else None
-    if input.numel() and grad.numel() and any(others):
-        geometry = Geometry(weight.shape[2:], stride, padding, dilation)
-        return _gradients(grad, input, offset, mask, weight, added, geometry, others)
-    grads = _zeros((input, offset, mask, weight), others)
-    return *grads, None if added is None else _grad_bias(grad.to(input.dtype), added)
+    operands = (grad, input, offset, mask, weight, bias)
+    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    key = (deform_conv_backward, input.device, *needs, *forward.signature(operands, geometry))
+    return remembered(key, lambda: plan_conv_backward(*operands, *geometry[1:], needs))(*operands)
 
 
 def plan_conv_backward(
@@ -448,16 +445,12 @@ def plan_conv_backward(
     padding: Pair,
     dilation: Pair,
     needs: Sequence[bool],
-) -> Callable[..., Grads | None] | None:
-    """deform_conv_backward of tensors in the memory layout of these.
-
-    None, here or from the function, if the way through deform_conv_backward is the right one.
-    """
+) -> Callable[..., Grads]:
+    """deform_conv_backward of tensors in the memory layout of these."""
     *others, to_bias = needs
-    if not (input.numel() and grad.numel() and any(others)):
-        return None
-    geometry = Geometry(weight.shape[2:], stride, padding, dilation)
-    plans: dict[str, Gradients] = {}  # by what PyTorch is told of products, at each call
+    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    sampled = input.numel() and grad.numel() and any(others)
+    gradients = _planned(geometry, others) if sampled else None
 
     def planned(
         grad: Tensor,
@@ -466,14 +459,12 @@ def plan_conv_backward(
         mask: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-    ) -> Grads | None:
-        if torch.are_deterministic_algorithms_enabled():
-            return None
-        exact = forward.precision(input.dtype)
-        if exact not in plans:
-            operands = (grad, input, offset, mask, weight)
-            plans[exact] = Gradients(*operands, geometry, others, False, exact)
-        return plans[exact](grad, input, offset, mask, weight, bias if to_bias else None)
+    ) -> Grads:
+        added = bias if to_bias else None
+        if gradients is not None:
+            return gradients(grad, input, offset, mask, weight, added)
+        grads = _zeros((input, offset, mask, weight), others)
+        return *grads, None if added is None else _grad_bias(grad.to(input.dtype), added)
 
     return planned
 
@@ -490,10 +481,12 @@ def deform_columns_backward(
     needs: Sequence[bool],
 ) -> Grads:
     """Gradients of input, offset and mask."""
-    if input.numel() and grad.numel() and any(needs):
-        geometry = Geometry(kernel, stride, padding, dilation)
-        return _gradients(grad, input, offset, mask, None, None, geometry, (*needs, False))[:3]
-    return _zeros((input, offset, mask), needs)
+    if not (input.numel() and grad.numel() and any(needs)):
+        return _zeros((input, offset, mask), needs)
+    geometry, operands = Geometry(kernel, stride, padding, dilation), (grad, input, offset, mask)
+    key = (deform_columns_backward, input.device, *needs, *forward.signature(operands, geometry))
+    gradients = remembered(key, lambda: _planned(geometry, (*needs, False)))
+    return gradients(*operands, None, None)[:3]
 
 
 def _zeros(operands: Grads, needs: Sequence[bool]) -> Grads:
@@ -506,22 +499,25 @@ def _grad_bias(grad: Tensor, bias: Tensor) -> Tensor:
     return grad.sum(3, dtype=accumulator(grad.dtype)).sum((0, 2)).to(bias.dtype)
 
 
-def _gradients(
-    grad: Tensor,
-    input: Tensor,
-    offset: Tensor,
-    mask: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    geometry: Geometry,
-    needs: Sequence[bool],
-) -> Grads:
-    """Gradients of a convolution or, without a weight, of columns."""
-    operands = (grad, input, offset, mask, weight)
-    sort, exact = torch.are_deterministic_algorithms_enabled(), forward.precision(input.dtype)
-    key = (Gradients, input.device, sort, exact, *needs, *forward.signature(operands, geometry))
-    plan = remembered(key, lambda: Gradients(*operands, geometry, needs, sort, exact))
-    return plan(*operands, bias)
+def _planned(geometry: Geometry, needs: Sequence[bool]) -> Callable[..., Grads]:
+    """Gradients of a convolution or, without a weight, of columns; of tensors in one layout."""
+    plans: dict[tuple[bool, str], Gradients] = {}  # by what PyTorch is told at each call
+
+    def planned(
+        grad: Tensor,
+        input: Tensor,
+        offset: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Grads:
+        told = (torch.are_deterministic_algorithms_enabled(), forward.precision(input.dtype))
+        if told not in plans:
+            operands = (grad, input, offset, mask, weight)
+            plans[told] = Gradients(*operands, geometry, needs, *told)
+        return plans[told](grad, input, offset, mask, weight, bias)
+
+    return planned
 
 
 class Gradients:
