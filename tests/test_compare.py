@@ -61,8 +61,8 @@ def test_magnitude_zero_means_exactly_zero():
         check(torch.tensor([0.0, 1e-30, 0.0]), expected, magnitude=expected)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_half_allows_twice_the_baseline_and_one_rounding(dtype):
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_a_baseline_allows_twice_its_error_and_one_rounding(dtype):
     expected = torch.tensor([1.0, 3.0], dtype=torch.float64)
     eps = torch.finfo(dtype).eps
     baseline = torch.tensor([1.0 + 2 * eps, 3.0], dtype=dtype)

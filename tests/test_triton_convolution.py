@@ -483,6 +483,28 @@ def test_float32_products_obey_pytorch():
     assert forward.precision(F32) == "tf32x3"
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels-last"])
+def test_factors_of_a_product_in_tf32_are_rounded_not_cut_off(last, monkeypatch):
+    """The product of many would be smaller by a thousandth."""
+    monkeypatch.setattr(forward, "precision", lambda dtype: "tf32")
+    step = 2.0**-10
+    numbers = {  # and what tf32 has of them
+        1 + 0.49 * step: 1, 1 + 0.5 * step: 1 + step, 1 + 0.51 * step: 1 + step,
+        -1 - 0.49 * step: -1, -1 - 0.5 * step: -1 - step, 2 - 0.25 * step: 2, 2.0**127: 2.0**127,
+        2.0**-99: 2.0**-99, 0.0: 0.0,
+        **{x: x for x in (torch.inf, -torch.inf, torch.nan)},
+    }  # fmt: skip
+    x, wanted = torch.tensor([[*numbers], [*numbers.values()]], device=DEVICE)
+    form = torch.channels_last if last else torch.contiguous_format
+    one = torch.ones(1, 2, 1, 1, device=DEVICE).contiguous(memory_format=form)
+    one[:, 1] = 0
+    many = torch.stack([x, torch.zeros_like(x)], 1)[:, :, None, None].contiguous(memory_format=form)
+    for pixels, weight in ((many, one), (one, many)):  # images of one pixel, or as many filters
+        offset = torch.zeros(len(pixels), 2, 1, 1, device=DEVICE)
+        out = forward.deform_conv(pixels, offset, None, weight, None, (1, 1), (0, 0), (1, 1))
+        torch.testing.assert_close(out.flatten(), wanted, rtol=step / 4, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("operator", ["deform_conv2d", "deform_columns"])
 def test_places_more_than_32_bits_apart(operator):
     """Of offsets, modulations and a gradient, which are read where they are, and of the input."""
@@ -598,16 +620,26 @@ def test_runs_on_the_device_of_its_tensors():
 
 @gpu_only
 def test_tf32_is_used_where_it_is_allowed():
+    """As PyTorch uses it: errors are those of its own products, and no less."""
     tensors, steps, _ = operands(F32, channels=64, out_channels=64, size=(16, 16))
-    expected = reference.deform_conv(*exactly(tensors), *steps)
-    exact = forward.deform_conv(*tensors, *steps)
+    expected = [reference.deform_conv(*exactly(tensors), *steps)]
+    grad = incoming(expected[0]).float()
+    expected += reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
+
+    def computed(by, to_grads):
+        grads = to_grads.deform_conv_backward(grad, *tensors, *steps, [True] * 5)
+        return [by.deform_conv(*tensors, *steps), *grads]
+
+    exact = computed(forward, backward)
     try:
         torch.set_float32_matmul_precision("high")
-        fast = forward.deform_conv(*tensors, *steps)
+        fast, plain = computed(forward, backward), computed(reference, reference)
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert (exact - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert 1e-5 < (fast - expected).abs().max() / expected.abs().max() < 3e-3
+    assert_close(exact, expected, F32)
+    for got, wanted, base in zip(fast[:-1], expected, plain, strict=False):  # a bias has no product
+        assert (got - wanted).abs().max() > 3e-5 * wanted.abs().max()
+        check(got, wanted, base)
 
 
 @gpu_only

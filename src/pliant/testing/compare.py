@@ -3,8 +3,9 @@
 `expected` is a float64 tensor. What an element of `actual` may differ from it by is
 
     float64, float32     ROUNDINGS * eps * magnitude + one rounding of the expected value
-    float16, bfloat16    2 * (largest error of the baseline in that dtype) + one rounding; without a
-                         baseline the budget of float32 + one rounding
+    float16, bfloat16    the budget of float32 + one rounding
+    with a baseline      2 * (its largest error) + one rounding: what plain PyTorch gives in half
+                         precision, or where float32 is multiplied in tf32
 
 `magnitude` is the sum of the absolute values of the terms that make up the element (the loops give
 it, `absolute=True`), and eps that of `working`, the dtype of the arithmetic: a result in float64 is
@@ -117,7 +118,7 @@ def budget(
     exponent = torch.frexp(expected.abs().clamp(min=info.tiny)).exponent - 1
     rounding = torch.exp2(exponent.double()) * (info.eps / 2)
     half = dtype in (torch.float16, torch.bfloat16)
-    if half and baseline is not None:
+    if baseline is not None:
         off = (baseline.detach().to(expected) - expected).abs()
         finite = off[off.isfinite()]
         largest = finite.max() if finite.numel() else torch.zeros((), device=expected.device)

@@ -133,6 +133,31 @@ def _filters(
 
 
 @triton.jit
+def _sampled(
+    v00, v01, v10, v11, c00, c01, c10, c11,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Samples as a product takes them."""
+    sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC)
+    if PRECISION == "tf32":
+        sample = _nearest(sample)
+    return sample.to(DTYPE)
+
+
+@triton.jit
+def _nearest(x):
+    """float32 rounded to tf32. The product itself cuts bits off, so that its sums are too small."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit(do_not_specialize=["size"])
+def round_to_tf32(x, out, size, B: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    tl.store(out + i, _nearest(tl.load(x + i, mask=i < size)), mask=i < size)
+
+
+@triton.jit
 def multiply(
     sample, filters, acc, PRECISION: tl.constexpr, ACC: tl.constexpr, INTERPRET: tl.constexpr
 ):  # fmt: skip
@@ -198,7 +223,7 @@ def convolve(
         input, offset, modulation, clamped, group, begin, H, W, WO, o_c, o_q, a_c, a_q,
         C, CG, CD, RUN, BK, K, KW, SH, SW, PH, PW, DH, DW, MODULATED, ROW, POS, ACC, INTERPRET,
     )  # fmt: skip
-    sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC).to(DTYPE)
+    sample = _sampled(v00, v01, v10, v11, c00, c01, c10, c11, DTYPE, PRECISION, ACC)
     acc = tl.zeros([BM, BN], ACC)
     for i in range(begin + 1, end):  # a step ahead: corners are on their way during the product
         v00, v01, v10, v11, c00, c01, c10, c11 = _corners(
@@ -207,7 +232,7 @@ def convolve(
         )  # fmt: skip
         filters = _filters(weight, counts, i - 1, CG, RUN, BK, K)
         acc = multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
-        sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC).to(DTYPE)
+        sample = _sampled(v00, v01, v10, v11, c00, c01, c10, c11, DTYPE, PRECISION, ACC)
     filters = _filters(weight, counts, end - 1, CG, RUN, BK, K)
     acc = multiply(sample, filters, acc, PRECISION, ACC, INTERPRET)
     n += tl.program_id(1).to(tl.int64) * N
@@ -405,6 +430,7 @@ class Convolution:
         blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
         end = {"BIAS": bias is not None, "LAST": last}
         self.turned = to_channels_last(input, weight)
+        self.round = _round_to_tf32(weight) if exact == "tf32" else None
         self.parts = None if splits == 1 else (splits, n, co, ho, wo)
         made = weight.new_empty((1, co, ho, wo), device="meta")
         choices = options(input, offset, mask, made, weight[None])
@@ -438,6 +464,9 @@ class Convolution:
         shifts = offset.flatten(2) if self.moved else offset
         given = shifts if mask is None else mask.flatten(2) if self.moved else mask
         pixels, filters = self.turned(input, weight)
+        if self.round is not None:
+            whole, filters = filters, torch.empty_like(filters)
+            self.round(whole, filters)
         added = filters if bias is None else bias.contiguous()
         target = out
         if self.parts is not None:
@@ -445,6 +474,12 @@ class Convolution:
         self.convolve(pixels, shifts, given, filters, added, target)
         if self.parts is not None:
             self.merge(target, added, out)
+
+
+def _round_to_tf32(weight: Tensor) -> Launch:
+    tile = {"B": 1024, "num_warps": 4}
+    blocks = triton.cdiv(weight.numel(), tile["B"])
+    return Launch(round_to_tf32, (blocks,), (weight.numel(),), **tile)
 
 
 def deform_columns(
