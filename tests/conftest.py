@@ -12,6 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+import torch._dynamo  # before memory is poisoned: it looks PyTorch's functions up, once
 from hypothesis import settings
 from torch.utils import _python_dispatch
 
