@@ -4,7 +4,18 @@ import pytest
 import torch
 
 import pliant
-from pliant.testing import CASES, WORKLOADS, check, expect, incoming, run, workload, worst
+from pliant.testing import (
+    CASES,
+    WORKLOADS,
+    check,
+    expect,
+    incoming,
+    run,
+    running,
+    verify,
+    workload,
+    worst,
+)
 from pliant.testing.cases import OPERATORS, away_from_kinks, expanded, strided
 
 EXPECTED = torch.tensor([[1.0, -2.0, 0.0], [4.0, 8.0, -16.0]], dtype=torch.float64)
@@ -72,6 +83,22 @@ def test_a_baseline_allows_twice_its_error_and_one_rounding(dtype):
         check(torch.tensor([1.0 + 5 * eps, 3.0], dtype=dtype), expected, baseline)
     with pytest.raises(AssertionError, match=r"element \[1\]"):
         check(torch.tensor([1.0, 3.0 + 8 * eps], dtype=dtype), expected, baseline)
+
+
+def test_only_gradients_in_half_precision_are_measured_by_a_baseline(monkeypatch):
+    """Those of float32 positions are not rounded to it, though the features are."""
+    given, compare = {}, running.check
+
+    def noted(got, expected, baseline, *, what, **options):
+        given[what] = (got.dtype, baseline)
+        return compare(got, expected, baseline, what=what, **options)
+
+    monkeypatch.setattr(running, "check", noted)
+    case = next(c for c in CASES if str(c) == "deform_conv2d-positions-float32")
+    verify(case.operator, case.make(torch.float16, "cpu", 0))
+    assert {dtype for dtype, _ in given.values()} == {torch.float16, torch.float32}
+    for dtype, baseline in given.values():
+        assert (baseline is not None) == (dtype == torch.float16)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -182,6 +182,30 @@ def test_a_planned_backward_obeys_what_it_is_told_later(monkeypatch):
         assert_close(got, [x.double() for x in results[0]], F32)
 
 
+def test_steps_that_change_later_are_not_those_of_a_plan():
+    """It makes its launches when they are needed first: in the deterministic mode, later."""
+    tensors, steps, kernel = operands()
+    grad = incoming(reference.deform_conv(*tensors, *steps))
+    columns = incoming(reference.deform_columns(*tensors[:3], kernel, *steps))
+
+    def gradients(by, tensors, grad, columns, steps):
+        return [
+            *by.deform_conv_backward(grad, *tensors, *steps, [True] * 5),
+            *by.deform_columns_backward(columns, *tensors[:3], kernel, *steps, [True] * 3),
+        ]
+
+    mine = [list(step) for step in steps]
+    gradients(backward, tensors, grad, columns, mine)
+    mine[1][0] += 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = gradients(backward, tensors, grad, columns, steps)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = gradients(reference, exactly(tensors), grad.double(), columns.double(), steps)
+    assert_close(got, expected, F32)
+
+
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
 def test_only_the_gradients_that_are_asked_for(dtype):
     launched, call = set(), launch.Launch.__call__

@@ -342,6 +342,11 @@ class Geometry(NamedTuple):
     padding: Pair
     dilation: Pair
 
+    @classmethod
+    def of(cls, *pairs: Sequence[int]) -> "Geometry":
+        """Of sequences that their owner may change later."""
+        return cls(*((y, x) for y, x in pairs))
+
     def constants(self) -> dict[str, int]:
         """Of the kernels: what a model fixes."""
         (kh, kw), (sh, sw), (ph, pw), (dh, dw) = self
@@ -361,7 +366,7 @@ def deform_conv(
 ) -> Tensor:
     """The columns multiplied with `weight` [Co, C/groups, kh, kw], never stored; rounded once."""
     operands = (input, offset, mask, weight, bias)
-    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    geometry = Geometry.of(weight.shape[2:], stride, padding, dilation)
     key = (deform_conv, input.device, *signature(operands, geometry))
     return remembered(key, lambda: plan_conv(*operands, *geometry[1:]))(*operands)
 
@@ -382,7 +387,7 @@ def plan_conv(
     form = torch.channels_last if last else torch.contiguous_format
     strides = torch.empty(size, device="meta", memory_format=form).stride()
     empty, dtype = input.numel() == 0, input.dtype
-    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    geometry = Geometry.of(weight.shape[2:], stride, padding, dilation)
     plans: dict[str, Convolution] = {}  # by what PyTorch is told of products, at each call
 
     def planned(
@@ -405,7 +410,7 @@ def plan_conv(
 def signature(operands: Iterable[Tensor | None], geometry: Geometry) -> tuple[Hashable, ...]:
     """What two problems have in common if the launches of one serve the other."""
     layouts = (None if x is None else (x.shape, x.stride(), x.dtype) for x in operands)
-    return *layouts, *map(tuple, geometry)
+    return *layouts, geometry
 
 
 class Convolution:
@@ -498,7 +503,7 @@ def deform_columns(
         return out
     if input.numel() == 0:
         return out.zero_()
-    geometry, operands = Geometry(kernel, stride, padding, dilation), (input, offset, mask)
+    geometry, operands = Geometry.of(kernel, stride, padding, dilation), (input, offset, mask)
     key = (deform_columns, input.device, *signature(operands, geometry))
     lay, launch = remembered(
         key, lambda: (to_channels_last(input), _resample(*operands, out, geometry))

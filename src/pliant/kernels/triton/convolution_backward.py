@@ -429,7 +429,7 @@ def deform_conv_backward(
 ) -> Grads:
     """Gradients of input, offset, mask, weight and bias."""
     operands = (grad, input, offset, mask, weight, bias)
-    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    geometry = Geometry.of(weight.shape[2:], stride, padding, dilation)
     key = (deform_conv_backward, input.device, *needs, *forward.signature(operands, geometry))
     return remembered(key, lambda: plan_conv_backward(*operands, *geometry[1:], needs))(*operands)
 
@@ -448,7 +448,7 @@ def plan_conv_backward(
 ) -> Callable[..., Grads]:
     """deform_conv_backward of tensors in the memory layout of these."""
     *others, to_bias = needs
-    geometry = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    geometry = Geometry.of(weight.shape[2:], stride, padding, dilation)
     sampled = input.numel() and grad.numel() and any(others)
     gradients = _planned(geometry, others) if sampled else None
 
@@ -483,7 +483,8 @@ def deform_columns_backward(
     """Gradients of input, offset and mask."""
     if not (input.numel() and grad.numel() and any(needs)):
         return _zeros((input, offset, mask), needs)
-    geometry, operands = Geometry(kernel, stride, padding, dilation), (grad, input, offset, mask)
+    operands = (grad, input, offset, mask)
+    geometry = Geometry.of(kernel, stride, padding, dilation)
     key = (deform_columns_backward, input.device, *needs, *forward.signature(operands, geometry))
     gradients = remembered(key, lambda: _planned(geometry, (*needs, False)))
     return gradients(*operands, None, None)[:3]
