@@ -182,21 +182,24 @@ def test_a_planned_backward_obeys_what_it_is_told_later(monkeypatch):
         assert_close(got, [x.double() for x in results[0]], F32)
 
 
-def test_steps_that_change_later_are_not_those_of_a_plan():
+def test_lists_that_change_later_are_not_those_of_a_plan():
     """It makes its launches when they are needed first: in the deterministic mode, later."""
     tensors, steps, kernel = operands()
     grad = incoming(reference.deform_conv(*tensors, *steps))
     columns = incoming(reference.deform_columns(*tensors[:3], kernel, *steps))
 
-    def gradients(by, tensors, grad, columns, steps):
+    def gradients(by, tensors, grad, columns, steps, *needs):
+        of_columns, needs = needs or ([True] * 3, [True] * 5)
         return [
-            *by.deform_conv_backward(grad, *tensors, *steps, [True] * 5),
-            *by.deform_columns_backward(columns, *tensors[:3], kernel, *steps, [True] * 3),
+            *by.deform_conv_backward(grad, *tensors, *steps, needs),
+            *by.deform_columns_backward(columns, *tensors[:3], kernel, *steps, of_columns),
         ]
 
-    mine = [list(step) for step in steps]
-    gradients(backward, tensors, grad, columns, mine)
+    mine, *needs = [list(step) for step in steps], [True] * 3, [True] * 5
+    gradients(backward, tensors, grad, columns, mine, *needs)
     mine[1][0] += 1
+    for need in needs:
+        need[0] = False
     torch.use_deterministic_algorithms(True)
     try:
         got = gradients(backward, tensors, grad, columns, steps)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pliant.testing.loops import ROUNDINGS
 
+HALVES = (torch.float16, torch.bfloat16)
 # Without magnitudes: positions hundreds of pixels wide lose eight bits, sums a few more.
 COARSE = {torch.float64: 2.0**-40, torch.float32: 2.0**-14}
 
@@ -117,13 +118,12 @@ def budget(
     # Half the distance to the next number, also where numbers are subnormal.
     exponent = torch.frexp(expected.abs().clamp(min=info.tiny)).exponent - 1
     rounding = torch.exp2(exponent.double()) * (info.eps / 2)
-    half = dtype in (torch.float16, torch.bfloat16)
     if baseline is not None:
         off = (baseline.detach().to(expected) - expected).abs()
         finite = off[off.isfinite()]
         largest = finite.max() if finite.numel() else torch.zeros((), device=expected.device)
         return 2 * largest + rounding
-    working = working or (torch.float32 if half else dtype)
+    working = working or (torch.float32 if dtype in HALVES else dtype)
     if magnitude is not None:
         arithmetic = ROUNDINGS * torch.finfo(working).eps * magnitude.to(expected)
     else:

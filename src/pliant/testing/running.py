@@ -10,10 +10,9 @@ from torch import Generator, Tensor
 import pliant
 from pliant.testing import composite, loops
 from pliant.testing.cases import DIFFERENTIABLE, POSITIONS
-from pliant.testing.compare import check
+from pliant.testing.compare import HALVES, check
 
 Gradients = dict[str, Tensor]
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class Expected(NamedTuple):

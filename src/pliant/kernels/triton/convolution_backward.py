@@ -447,12 +447,11 @@ def plan_conv_backward(
     needs: Sequence[bool],
 ) -> Callable[..., Grads]:
     """deform_conv_backward of tensors in the memory layout of these."""
+    if input.numel() and grad.numel() and any(needs[:4]):
+        return _planned(Geometry.of(weight.shape[2:], stride, padding, dilation), tuple(needs))
     *others, to_bias = needs
-    geometry = Geometry.of(weight.shape[2:], stride, padding, dilation)
-    sampled = input.numel() and grad.numel() and any(others)
-    gradients = _planned(geometry, others) if sampled else None
 
-    def planned(
+    def without_samples(
         grad: Tensor,
         input: Tensor,
         offset: Tensor,
@@ -460,13 +459,10 @@ def plan_conv_backward(
         weight: Tensor,
         bias: Tensor | None,
     ) -> Grads:
-        added = bias if to_bias else None
-        if gradients is not None:
-            return gradients(grad, input, offset, mask, weight, added)
         grads = _zeros((input, offset, mask, weight), others)
-        return *grads, None if added is None else _grad_bias(grad.to(input.dtype), added)
+        return *grads, _grad_bias(grad.to(input.dtype), bias if to_bias else None)
 
-    return planned
+    return without_samples
 
 
 def deform_columns_backward(
@@ -486,7 +482,7 @@ def deform_columns_backward(
     operands = (grad, input, offset, mask)
     geometry = Geometry.of(kernel, stride, padding, dilation)
     key = (deform_columns_backward, input.device, *needs, *forward.signature(operands, geometry))
-    gradients = remembered(key, lambda: _planned(geometry, (*needs, False)))
+    gradients = remembered(key, lambda: _planned(geometry, (*needs, False, False)))
     return gradients(*operands, None, None)[:3]
 
 
@@ -495,8 +491,10 @@ def _zeros(operands: Grads, needs: Sequence[bool]) -> Grads:
     return tuple(torch.zeros_like(x) if need and x is not None else None for x, need in given)
 
 
-def _grad_bias(grad: Tensor, bias: Tensor) -> Tensor:
+def _grad_bias(grad: Tensor, bias: Tensor | None) -> Tensor | None:
     """In two steps, the first of which has many sums to share."""
+    if bias is None:
+        return None
     return grad.sum(3, dtype=accumulator(grad.dtype)).sum((0, 2)).to(bias.dtype)
 
 
@@ -536,7 +534,7 @@ class Gradients:
         sort: bool,
         exact: str,
     ) -> None:
-        to_input, self.to_offset, to_mask, self.to_weight = needs
+        to_input, self.to_offset, to_mask, self.to_weight, self.to_bias = needs
         self.to_mask = to_mask and mask is not None
         self.sampled = to_input or self.to_offset or self.to_mask
         (n, c), (ho, wo), constants = input.shape[:2], offset.shape[2:], geometry.constants()
@@ -616,7 +614,7 @@ class Gradients:
             bins = self.bins(shifts, given)
         if products is not None:
             filters = products.filters(filters) if self.sampled else grad
-            grad_bias = None if bias is None else _grad_bias(grad, bias)
+            grad_bias = _grad_bias(grad, bias if self.to_bias else None)
         space = torch.empty(self.steps[0].columns, dtype=self.stored, device=self.device)
         other = space if self.apart is None else torch.empty_like(space, dtype=self.apart)
         for step in self.steps:
