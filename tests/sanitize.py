@@ -60,6 +60,7 @@ MODELS = [
         attention(queries=12, heads=8, channels=32, points=4, levels=PYRAMID),
     ),
     Case("cameras", AGGREGATION, aggregation(cameras=[PYRAMID] * 6, channels=256, groups=8)),
+    Case("many-points", AGGREGATION, aggregation(anchors=2, points=150)),
     Case("map", GEOMETRIC, geometric(heads=8, channels=32, points=4, levels=PYRAMID[:1])),
     Case("small-images", CONVOLUTION, conv(channels=32, out_channels=32, kernel=(5, 5))),
     Case("wide", CONVOLUTION, conv(channels=64, out_channels=256, size=(9, 11))),

@@ -31,14 +31,24 @@ class Device:  # answers for a GPU that is not there: enough to compile for it
 
 
 driver.set_active(Device())
+torch._C._cuda_getCurrentRawStream = lambda index: 0
 compile_only, passed, compiled, shuffled = JITFunction.run, [], [], []
+
+
+class Launcher:
+    launch_cooperative_grid = launch_pdl = False
+    global_scratch_size = profile_scratch_size = 0
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        passed.append(args)
+
+    def launch(self, x, y, z, stream, function, cooperative, early, scratch, profile, *others):
+        self(x, y, z, stream, function, *others)
 
 
 class Compiled:
     function = packed_metadata = None
-
-    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
-        passed.append(args)
+    run = Launcher()
 
 
 def run(self, *args, grid, warmup, **kwargs):
@@ -124,8 +134,14 @@ for policy, dtype, g, k, d, v, r, p in SUMS if ARCH == 90 else SUMS[::3]:
     launch._remembered.clear()
     twice(lambda: kernels.sample_sum_backward(grad, *args, [True] * 3))
     tuning.by_list = rule
+    rule, tuning.point_splits = tuning.point_splits, lambda *_: 3
+    if policy.outside == "skip":
+        launch._remembered.clear()
+        twice(lambda: kernels.sample_sum(*args))
+    tuning.point_splits = rule
 
-expected = {"by_query", "by_point", "clear", "locate", "fill", "collect", "enter", "gather"}
+expected = {"by_query", "by_point", "merge"}
+expected |= {"clear", "locate", "fill", "collect", "enter", "gather"}
 assert {name for name, _ in compiled} == expected
 sums = len(compiled)
 assert shuffled

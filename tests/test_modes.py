@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pliant
 from pliant import testing
@@ -77,11 +79,49 @@ def test_a_mode_leaves_nothing_to_the_next_call(pair: tuple[str, str], impl: str
         torch.testing.assert_close(got, expected)
 
 
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operator", ["sample_sum", "deform_conv"])
+def test_observers_see_the_operator_of_a_call_that_was_planned(operator: str, device: str) -> None:
+    if operator == "sample_sum":
+        shapes, starts = torch.tensor(LEVELS, device=device), torch.tensor([0, 16], device=device)
+        value, *others = (x.to(device) for x in tensors())
+        call = lambda: pliant.multi_scale_deformable_attn(value, shapes, starts, *others)  # noqa: E731
+    else:
+        sizes = (2, 4, 6, 6), (2, 18, 6, 6), (3, 4, 3, 3)
+        x, offset, weight = (torch.rand(*size, device=device) for size in sizes)
+        call = lambda: pliant.deform_conv2d(x, offset, weight, padding=1)  # noqa: E731
+    for _ in range(2):
+        expected = call()
+        with Seen() as seen:
+            assert torch.equal(call(), expected)
+        assert f"pliant::{operator}" in seen.names
+        with torch.profiler.profile() as profile:
+            call()
+        assert f"pliant::{operator}" in {event.key for event in profile.key_averages()}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert type(call()) is FakeTensor
+        with torch.inference_mode():
+            assert call().is_inference()
+        assert not call().is_inference()
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("impl", [None, *IMPLS])
-def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None) -> None:
+def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None, device: str) -> None:
     """What a plain call has planned serves none that is not plain."""
-    x, offset, weight = torch.rand(2, 4, 6, 6), torch.rand(2, 18, 6, 6), torch.rand(3, 4, 3, 3)
+    if device == "cuda" and impl == "cpu":
+        pytest.skip("its kernels take no CUDA tensors")
+    sizes = (2, 4, 6, 6), (2, 18, 6, 6), (3, 4, 3, 3)
+    x, offset, weight = (torch.rand(*size, device=device) for size in sizes)
 
     def convolve(x: Tensor, padding: Any = 1, **others: Any) -> Tensor:
         given: Any = {"padding": padding, "impl": impl, **others}
@@ -102,14 +142,19 @@ def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None) -> None:
         both = torch.stack([x, x])
         torch.testing.assert_close(torch.vmap(convolve)(both), torch.stack([expected] * 2))
         torch.testing.assert_close(torch.func.grad(lambda x: convolve(x).sum())(x), slope)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             assert convolve(x).dtype == torch.bfloat16
-        for recorded in (make_fx(lambda x: convolve(x))(x), torch.jit.trace(convolve, x)):
+        before_dispatch = make_fx(lambda x: convolve(x), pre_dispatch=True)(x)
+        for recorded in (
+            make_fx(lambda x: convolve(x))(x),
+            before_dispatch,
+            torch.jit.trace(convolve, x),
+        ):
             assert "deform_conv" in str(getattr(recorded, "graph", ""))
             assert torch.equal(recorded(x), expected)
         with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
             convolve(forward_ad.make_dual(x, x))
-    with_bias = convolve(x, bias=torch.ones(3))
+    with_bias = convolve(x, bias=torch.ones(3, device=device))
     torch.testing.assert_close(with_bias, expected + 1)
     for wrong in (True, (True, 1), (1, 1, 1), 1.0):
         with pytest.raises(TypeError, match="padding must be an int or two ints"):
@@ -123,6 +168,7 @@ def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None) -> None:
 def test_autocast_is_that_of_the_operands_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own question about any autocast leaves out some devices."""
     x, offset, weight = torch.rand(2, 4, 6, 6), torch.rand(2, 18, 6, 6), torch.rand(3, 4, 3, 3)
+    monkeypatch.setattr(direct, "plans", direct.Plans())
     monkeypatch.setattr(checks, "autocast", lambda device: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float16)
     for _ in range(2):

@@ -74,7 +74,7 @@ def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
         monkeypatch.setattr(tuning, name, spy)
 
     monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
-    for name in ("shared", "forward_tile", "backward_tile"):
+    for name in ("shared", "forward_tile", "backward_tile", "point_splits"):
         listen(name)
     monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
     monkeypatch.setattr(sanitize, "CHOSEN", sanitize.MODELS)
@@ -88,3 +88,4 @@ def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
     assert {4, 8} <= said["forward_tile", "num_warps"]
     assert {1, 2, 3} <= said["forward_tile", "num_stages"]
     assert max(said["forward_tile", "SPLITS"]) > 1
+    assert max(said["point_splits", "point_splits"]) > 1

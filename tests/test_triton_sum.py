@@ -124,6 +124,25 @@ def test_any_size(id):
     compare(problem(policy, **sizes), tolerance=3e-6)
 
 
+@pytest.mark.parametrize("splits", [2, 5, 64])
+@pytest.mark.parametrize("dtype", [F32, F16, F64], ids=str)
+def test_programs_that_share_the_points_of_a_query(dtype, splits, monkeypatch):
+    """As many as there are blocks of points, and fewer, and more."""
+    monkeypatch.setattr(tuning, "point_splits", lambda *_: splits)
+    args = problem(AGGREGATION, dtype, points=19, groups=1, channels=7, weights=3)
+    compare(args, tolerance={F32: 3e-6, F16: 2e-3, F64: 1e-12}[dtype])
+    whole, launched, call = kernels.sample_sum(*args), [], launch.Launch.__call__
+
+    def counted(self, *tensors):
+        launched.append(self.kernel.__name__)
+        return call(self, *tensors)
+
+    start = kernels.plan_sum(*args, (2, 3, 21))
+    with mock.patch.object(launch.Launch, "__call__", counted):
+        assert torch.equal(start(*args[:5]).view(whole.shape), whole)
+    assert launched == ["by_point", "merge"]
+
+
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION], ids=str)
 @pytest.mark.parametrize("positions", [BF16, F16, F32, F64], ids=str)
 @pytest.mark.parametrize("features", [F64, F16], ids=str)
@@ -926,7 +945,8 @@ def test_runs_on_the_current_stream(operator):
 
 def test_another_device_than_the_current_one_becomes_it(monkeypatch):
     class Far:
-        device = torch.device("cuda", 5)
+        def get_device(self):
+            return 5
 
         def data_ptr(self):
             return 256
@@ -948,9 +968,9 @@ def test_another_device_than_the_current_one_becomes_it(monkeypatch):
     launch.Launch(Kernel(), (1,), (7,))(far)
     assert launched == [(5, (far, 7))]
     known = launch.Launch(Kernel(), (1, 1, 1), (7,))
-    known.compiled[0] = mock.Mock(run=lambda *args: launched.append((current[-1], args[3])))
-    driver = mock.Mock(get_current_stream=lambda index: f"stream of {index}")
-    monkeypatch.setattr(launch.triton.runtime.driver, "_active", driver)
+    known.compiled[0] = (None, lambda *args: launched.append((current[-1], args[3])), ())
+    stream = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, stream, lambda index: f"stream of {index}", raising=False)
     known(far)
     assert launched[1:] == [(5, "stream of 5")]
     assert current == [4]

@@ -66,7 +66,7 @@ def deform_conv2d(
         checks.autocast(input.device.type),
     )
     chosen = ops.implementation(op, impl, input, offset, mask)
-    if key is None or not direct.plannable(*given):
+    if key is None or checks.autocast(input.device.type) or not direct.plannable(*given):
         return convolve(*tensors, steps, chosen)
     plan = direct.Convolution(tensors, steps, chosen)
     direct.plans.keep(key, plan, *given)

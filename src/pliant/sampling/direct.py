@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import checks, ops
@@ -23,7 +24,9 @@ from .maps import Metadata, Names, resolve, taken_as_given
 Given = tuple[Tensor, Metadata, Metadata | None, Tensor, Tensor]
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # value, shapes, starts, loc, weight
 
-_strided = torch.strided
+# Every call asks these: an attribute's look-up takes as long as the answer.
+_is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
+_is_profiled = torch._C._autograd._profiler_enabled
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -61,21 +64,30 @@ class Plans:
 
 
 def ordinary(*tensors: Any) -> bool:
-    """Whether a guard may look at them: one without sizes and strides would end the process."""
+    """Whether a guard may look at them: a nested one, which has no sizes, would end the process."""
     for x in tensors:
         kind = type(x)
-        if not (kind is Tensor or kind is Parameter) or not (x.is_cuda or x.is_cpu):
-            return False
-        if x.layout is not _strided or x.is_nested or _is_wrapped(x):
+        if not (kind is Tensor or kind is Parameter) or x.is_nested or _is_wrapped(x):
             return False
     return True
 
 
-def plannable(*tensors: Any) -> bool:
-    """Whether one plan serves all tensors that a guard finds like these, and it finds these: they
-    hide nothing, and no two are one.
+def unguarded() -> bool:
+    """Whether something is at work that no guard sees, and so has to be asked for at each call.
+
+    They compare dispatch keys as this thread has them, where functional transforms, `jit.trace`,
+    pre-dispatch tracing, inference mode and autocast show.
     """
-    return all(map(ops.plain, tensors)) and len({*map(id, tensors)}) == len(tensors)
+    return _is_compiling() or _modes() > 0 or _is_profiled() or forward_ad._current_level >= 0
+
+
+def plannable(*tensors: Any) -> bool:
+    """Whether one plan serves all tensors that a guard finds like these, and it finds these: nobody
+    observes them, they hide nothing, and no two are one.
+    """
+    if ops.in_transform() or ops.observed(tensors) or len({*map(id, tensors)}) < len(tensors):
+        return False
+    return all(x.layout is torch.strided and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
 # Of a convolution its plan; of a sum the sizes of the maps' axes, and its plans by `impl` and maps.
@@ -96,7 +108,7 @@ def sample_sum(
     """
     value, shapes, starts, loc, weight = given
     known = key = None
-    if not (ops.observed(()) or ops.in_transform()) and ordinary(value, loc, weight):
+    if not unguarded() and ordinary(value, loc, weight):
         key = (names.op, value.shape, loc.shape)
         known = plans.recall(key, value, loc, weight)
         named = impl is None or type(impl) is str
@@ -156,6 +168,7 @@ class Plan:
         self.signatures = [_signature(x) for x in (value, loc, weight)]
         self.maps = (shapes.shape, shapes.dtype, starts.dtype)
         self.impl, self.backend = impl, ops.choose(impl, value, loc, weight)
+        self.differentiable = ops.wants_gradient((value, loc, weight))
         self.kernel: Any = None  # none: the long way
         self.backwards = Plans(64)
         if self.backend != "reference":
@@ -167,10 +180,7 @@ class Plan:
     def __call__(self, *operands: Any) -> Tensor:
         if self.kernel is None:
             return _observed(self.layout, operands, self.impl)
-        value, _, _, loc, weight = operands
-        if torch.is_grad_enabled() and (
-            value.requires_grad or loc.requires_grad or weight.requires_grad
-        ):
+        if self.differentiable and torch.is_grad_enabled():
             return _apply(self, *operands)  # type: ignore[no-any-return]
         return self.forward(*operands)
 
@@ -250,7 +260,7 @@ def _by_plan(
     None where the long way is the right one.
     """
     given = [x for x in args if x is not None]
-    if ops.observed(()) or ops.transformed(given) or not ordinary(*given):
+    if unguarded() or ops.transformed(given) or not ordinary(*given):
         return None
     kernel = plans.recall(key, *given)
     if kernel is None and plannable(*given):
@@ -288,18 +298,20 @@ Filtered = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
 def convolution_key(
     input: Any, offset: Any, mask: Any, weight: Any, bias: Any, steps: Sequence[Any], impl: Any
 ) -> tuple[Hashable, Sequence[Any]]:
-    """What two calls of `deform_conv2d` have in common if one plan serves both (None if this one
-    has none: it is observed, or in autocast, or its steps are not plain integers), and the tensors
-    that must be alike.
+    """What two calls of `deform_conv2d` have in common if one plan serves both (None if no plan
+    may serve this one, or its steps are not plain integers), and the tensors that must be alike.
     """
-    given = [input, offset, weight, *(x for x in (mask, bias) if x is not None)]
-    if ops.observed(()) or ops.in_transform() or not ordinary(*given):
-        return None, given
-    if checks.autocast(input.device.type) or not (impl is None or type(impl) is str):
+    given = [input, offset, weight]
+    if mask is not None:
+        given.append(mask)
+    if bias is not None:
+        given.append(bias)
+    if unguarded() or not ordinary(*given) or not (impl is None or type(impl) is str):
         return None, given
     for step in steps:
-        pair = type(step) is tuple and len(step) == 2 and type(step[0]) is type(step[1]) is int
-        if not (pair or type(step) is int):
+        if type(step) is not int and not (
+            type(step) is tuple and len(step) == 2 and type(step[0]) is type(step[1]) is int
+        ):
             return None, given
     shapes = (input.shape, weight.shape)
     return ("deform_conv2d", *shapes, mask is None, bias is None, *steps, impl), given
@@ -311,13 +323,14 @@ class Convolution:
     def __init__(self, tensors: Filtered, steps: Steps, impl: str) -> None:
         self.signatures = [None if x is None else _signature(x) for x in tensors]
         self.rest, self.backend = (*steps, impl), ops.choose(impl, *tensors[:3])
+        self.differentiable = ops.wants_gradient(tensors)
         self.kernel: Any = None  # none: the long way
         self.backwards = Plans(64)
         if self.backend != "reference":
             self.kernel = ops.backend(self.backend).plan_conv(*tensors, *steps)
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
-        if torch.is_grad_enabled() and ops.wants_gradient(tensors):
+        if self.differentiable and torch.is_grad_enabled():
             return _apply_convolution(self, *tensors)  # type: ignore[no-any-return]
         return self.forward(*tensors)
 

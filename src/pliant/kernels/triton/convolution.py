@@ -21,7 +21,7 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
-from .launch import Launch, cover, remembered
+from .launch import Launch, cover, empty, remembered
 from .transpose import alignment, transposition
 
 Pair = Sequence[int]
@@ -386,17 +386,17 @@ def plan_conv(
     last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
     form = torch.channels_last if last else torch.contiguous_format
     strides = torch.empty(size, device="meta", memory_format=form).stride()
-    empty, dtype = input.numel() == 0, input.dtype
+    dtype, nothing, unread = input.dtype, math.prod(size) == 0, input.numel() == 0
     geometry = Geometry.of(weight.shape[2:], stride, padding, dilation)
     plans: dict[str, Convolution] = {}  # by what PyTorch is told of products, at each call
 
     def planned(
         input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        out = input.new_empty_strided(size, strides)
-        if out.numel() == 0:
+        out = empty(input, size, strides, dtype)
+        if nothing:
             return out
-        if empty:
+        if unread:
             return out.zero_() if bias is None else out.copy_(bias.view(1, -1, 1, 1).expand(size))
         exact = precision(dtype)
         if exact not in plans:
@@ -470,7 +470,8 @@ class Convolution:
         given = shifts if mask is None else mask.flatten(2) if self.moved else mask
         pixels, filters = self.turned(input, weight)
         if self.round is not None:
-            whole, filters = filters, torch.empty_like(filters)
+            whole = filters
+            filters = empty(whole, whole.shape, whole.stride(), whole.dtype)
             self.round(whole, filters)
         added = filters if bias is None else bias.contiguous()
         target = out
@@ -551,16 +552,21 @@ def to_channels_last(*likes: Tensor | None) -> Callable[..., list[Any]]:
     others = [x is not None and not x.is_contiguous(memory_format=last) for x in likes]
     turned = [i for i, x in enumerate(likes) if others[i] and x is not None and x.is_contiguous()]
     copied = [i for i, other in enumerate(others) if other and i not in turned]
-    turn = transposition(*(_matrices(likes[i]) for i in turned)) if turned else None
+    given: list[Any] = [likes[i] for i in turned]
+    turn = transposition(*map(_matrices, given)) if turned else None
+    dense = [torch.empty_like(x, device="meta", memory_format=last) for x in given]
+    forms = [(x.shape, x.stride(), x.dtype) for x in dense]
 
     def run(*tensors: Any) -> list[Any]:
         laid = list(tensors)
         for i in copied:
             laid[i] = tensors[i].contiguous(memory_format=last)
         if turn is not None:
-            for i in turned:
-                laid[i] = torch.empty_like(tensors[i], memory_format=last)
-            turn(*[tensors[i] for i in turned], *[laid[i] for i in turned])
+            sources = [tensors[i] for i in turned]
+            targets = [empty(x, *form) for x, form in zip(sources, forms, strict=True)]
+            turn(*sources, *targets)
+            for i, x in zip(turned, targets, strict=True):
+                laid[i] = x
         return laid
 
     return run
@@ -601,7 +607,11 @@ def precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+    return "tf32" if _told("cuda", "matmul") == "tf32" else "tf32x3"
+
+
+# What torch.backends.cuda.matmul.fp32_precision asks, in a sixth of the time.
+_told = torch._C._get_fp32_precision_getter
 
 
 def options(

@@ -245,6 +245,18 @@ def by_point(
 
 
 @triton.jit
+def merge(
+    parts, out, N, SPLITS: tl.constexpr, BS: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr
+):
+    """The sum of SPLITS results of N numbers."""
+    wait(EARLY)
+    split = tl.arange(0, BS)[:, None]
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    x = tl.load(parts + split * N + i[None, :], mask=(split < SPLITS) & (i < N)[None, :], other=0)
+    tl.store(out + i, tl.sum(x, 0), mask=i < N)
+
+
+@triton.jit
 def _add_points(
     acc, value, weight, x, y, h, w, start, S, live, column, c, v_s: tl.constexpr, C: tl.constexpr,
     UNIT: tl.constexpr, SKIP: tl.constexpr, NEAREST: tl.constexpr, HONEST: tl.constexpr,

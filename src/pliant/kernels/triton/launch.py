@@ -39,40 +39,65 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], integers: tuple[int, ...], **constants: Any
     ) -> None:
-        self.kernel, self.grid, self.integers = kernel, grid, integers
+        self.kernel, self.grid, self.integers = kernel, (*grid, 1, 1)[:3], integers
         self.constants = {**constants, "launch_pdl": True} if constants.get("EARLY") else constants
         self.rest: tuple[Any, ...] = ()
-        self.compiled: dict[Hashable, Any] = {}  # by the tensors' alignment
+        self.compiled: dict[Hashable, tuple[Any, ...]] = {}  # by the tensors' alignment
 
     def __call__(self, *tensors: Tensor) -> None:
-        index = tensors[0].device.index
-        if index is not None and index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):  # Triton launches on the current one
-                return self(*tensors)
         pointers = [x.data_ptr() for x in tensors]
         together = 0
         for pointer in pointers:
             together |= pointer
         aligned = 0 if together % 16 == 0 else tuple(pointer % 16 for pointer in pointers)
-        compiled = self.compiled.get(aligned)
-        if compiled is None:
-            compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
-            if not INTERPRET:
-                names = self.kernel.arg_names[len(tensors) + len(self.integers) :]
-                self.rest = (*self.integers, *(self.constants[name] for name in names))
-                self.grid = (*self.grid, 1, 1)[:3]
-                self.compiled[aligned] = compiled
+        index = tensors[0].get_device()
+        if index >= 0 and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):  # Triton launches on the current one
+                return self(*tensors)
+        known = self.compiled.get(aligned)
+        if known is None:
+            self._compile(aligned, tensors)
             return
-        stream = triton.runtime.driver.active.get_current_stream(index)
-        hook = triton.knobs.runtime.launch_enter_hook
+        compiled, start, between = known
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        hook = _knobs.launch_enter_hook
         if getattr(hook, "calls", hook):  # a profiler of Triton's listens
             compiled[self.grid](*tensors, *self.rest, stream=stream)
         else:
             # Pointers are taken as they are; a tensor is asked for its own, and then the driver.
-            compiled.run(
-                *self.grid, stream, compiled.function, compiled.packed_metadata,
-                None, None, None, *pointers, *self.rest,
-            )  # fmt: skip
+            start(*self.grid, stream, *between, *pointers, *self.rest)
+
+    def _compile(self, aligned: Hashable, tensors: Sequence[Tensor]) -> None:
+        compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
+        if not INTERPRET:
+            names = self.kernel.arg_names[len(tensors) + len(self.integers) :]
+            self.rest = (*self.integers, *(self.constants[name] for name in names))
+            self.compiled[aligned] = (compiled, *_starter(compiled))
+
+
+_knobs = triton.knobs.runtime
+
+
+def _starter(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What starts a compiled kernel, and its arguments between the stream and the kernel's own."""
+    run, no_hooks = compiled.run, (None, None, None)
+    known = triton.__version__.startswith("3.6.")
+    if known and not run.global_scratch_size and not run.profile_scratch_size:
+        # Triton's function in C, past the one in Python that looks for scratch space.
+        how = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        return run.launch, (compiled.function, *how, compiled.packed_metadata, *no_hooks)
+    return run, (compiled.function, compiled.packed_metadata, *no_hooks)
+
+
+def empty(like: Tensor, size: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor where `like` is: on the current device in half of the time of PyTorch's own."""
+    index = like.get_device()
+    if index >= 0 and index == torch._C._cuda_getDevice():
+        return _guards._empty_strided_cuda(size, strides, dtype)  # type: ignore[no-any-return]
+    return like.new_empty_strided(size, strides, dtype=dtype)
+
+
+_guards: Any = torch._C._dynamo.guards  # where the compiler's own programs find it
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from pliant.sampling.problem import Policy, accumulator
 
 from . import INTERPRET, backward, bins, forward, lists, tuning
-from .launch import Launch, run
+from .launch import Launch, empty, run
 from .transpose import transposition
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -90,15 +90,22 @@ def _forward(
     dtype, acc = value.dtype, accumulator(value.dtype)
     out = torch.empty(n, q, g, k, d, dtype=dtype if splits == 1 else acc, device="meta")
     launch = _launch(value, shapes, starts, loc, weight, out, policy, splits)
+    rule, early = tuning.sum_tile(splits), tuning.early(shapes.device)
+    merge = Launch(
+        forward.merge, (triton.cdiv(out.numel(), rule["B"]),), (out.numel(),),
+        SPLITS=splits, EARLY=early, **rule,
+    )  # fmt: skip
+
+    size, strides = tuple(size), _dense_strides(size)
+    partial = (splits, *size), _dense_strides((splits, *size)), acc
 
     def start(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor) -> Tensor:
-        if splits == 1:
-            out = value.new_empty(*size)
-            launch(value, shapes, starts, loc, weight, out)
-            return out
-        parts = value.new_empty(splits, *size, dtype=acc)
+        out = empty(value, size, strides, dtype)
+        parts = out if splits == 1 else empty(value, *partial)
         launch(value, shapes, starts, loc, weight, parts)
-        return parts.sum(0).to(dtype)
+        if splits > 1:
+            merge(parts, out)
+        return out
 
     return start
 
@@ -344,6 +351,10 @@ def _turned(x: Tensor) -> bool:
 
 def _dense(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _dense_strides(size: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(*size, device="meta").stride()
 
 
 def _launch_clear(size: int, parts: int, device: torch.device) -> Launch:

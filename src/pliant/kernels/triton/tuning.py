@@ -88,6 +88,11 @@ def point_splits(queries: int, channels: int, places: int, device: torch.device)
     return max(1, min(16 * multiprocessors(device) // programs, places // 64, 64))
 
 
+def sum_tile(splits: int) -> dict[str, int]:
+    """Results that are added up, and numbers of each, in a tile."""
+    return {"BS": triton.next_power_of_2(splits), "B": 32, "num_warps": 4}
+
+
 def backward_tile(
     programs: int,
     groups: int,
