@@ -93,8 +93,9 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
-    guards, name = torch._C._dynamo.guards, "_empty_strided_cuda"
-    monkeypatch.setattr(guards, name, poisoned(getattr(guards, name)))
+    guards = torch._C._dynamo.guards
+    for name in ("_empty_strided_cpu", "_empty_strided_cuda"):
+        monkeypatch.setattr(guards, name, poisoned(getattr(guards, name)))
 
 
 def poisoned(make: Any) -> Any:

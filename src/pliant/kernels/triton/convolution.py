@@ -21,7 +21,7 @@ from torch import Tensor
 from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
-from .launch import Launch, cover, empty, remembered
+from .launch import Launch, cover, empty, form, remembered
 from .transpose import alignment, transposition
 
 Pair = Sequence[int]
@@ -384,21 +384,21 @@ def plan_conv(
     """deform_conv of tensors in the memory layout of these."""
     size = (input.shape[0], weight.shape[0], *offset.shape[2:])
     last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
-    form = torch.channels_last if last else torch.contiguous_format
-    strides = torch.empty(size, device="meta", memory_format=form).stride()
-    dtype, nothing, unread = input.dtype, math.prod(size) == 0, input.numel() == 0
+    order = torch.channels_last if last else torch.contiguous_format
+    made = form(torch.empty(size, dtype=input.dtype, device="meta", memory_format=order))
+    nothing, unread = math.prod(size) == 0, input.numel() == 0
     geometry = Geometry.of(weight.shape[2:], stride, padding, dilation)
     plans: dict[str, Convolution] = {}  # by what PyTorch is told of products, at each call
 
     def planned(
         input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        out = empty(input, size, strides, dtype)
+        out: Tensor = empty(input, *made)
         if nothing:
             return out
         if unread:
             return out.zero_() if bias is None else out.copy_(bias.view(1, -1, 1, 1).expand(size))
-        exact = precision(dtype)
+        exact = precision(input.dtype)
         if exact not in plans:
             plans[exact] = Convolution(input, offset, mask, weight, bias, geometry, exact, last)
         plans[exact](input, offset, mask, weight, bias, out)
@@ -470,8 +470,7 @@ class Convolution:
         given = shifts if mask is None else mask.flatten(2) if self.moved else mask
         pixels, filters = self.turned(input, weight)
         if self.round is not None:
-            whole = filters
-            filters = empty(whole, whole.shape, whole.stride(), whole.dtype)
+            whole, filters = filters, empty(filters, *form(filters))
             self.round(whole, filters)
         added = filters if bias is None else bias.contiguous()
         target = out
@@ -554,8 +553,7 @@ def to_channels_last(*likes: Tensor | None) -> Callable[..., list[Any]]:
     copied = [i for i, other in enumerate(others) if other and i not in turned]
     given: list[Any] = [likes[i] for i in turned]
     turn = transposition(*map(_matrices, given)) if turned else None
-    dense = [torch.empty_like(x, device="meta", memory_format=last) for x in given]
-    forms = [(x.shape, x.stride(), x.dtype) for x in dense]
+    forms = [form(torch.empty_like(x, device="meta", memory_format=last)) for x in given]
 
     def run(*tensors: Any) -> list[Any]:
         laid = list(tensors)
@@ -563,7 +561,7 @@ def to_channels_last(*likes: Tensor | None) -> Callable[..., list[Any]]:
             laid[i] = tensors[i].contiguous(memory_format=last)
         if turn is not None:
             sources = [tensors[i] for i in turned]
-            targets = [empty(x, *form) for x, form in zip(sources, forms, strict=True)]
+            targets = [empty(x, *made) for x, made in zip(sources, forms, strict=True)]
             turn(*sources, *targets)
             for i, x in zip(turned, targets, strict=True):
                 laid[i] = x

@@ -15,7 +15,7 @@ from torch import Tensor
 from pliant.sampling.problem import Policy, accumulator
 
 from . import INTERPRET, backward, bins, forward, lists, tuning
-from .launch import Launch, empty, run
+from .launch import Launch, empty, form, run
 from .transpose import transposition
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -95,12 +95,11 @@ def _forward(
         forward.merge, (triton.cdiv(out.numel(), rule["B"]),), (out.numel(),),
         SPLITS=splits, EARLY=early, **rule,
     )  # fmt: skip
-
-    size, strides = tuple(size), _dense_strides(size)
-    partial = (splits, *size), _dense_strides((splits, *size)), acc
+    whole = form(torch.empty(*size, dtype=dtype, device="meta"))
+    partial = form(torch.empty(splits, *size, dtype=acc, device="meta"))
 
     def start(value: Tensor, shapes: Tensor, starts: Tensor, loc: Tensor, weight: Tensor) -> Tensor:
-        out = empty(value, size, strides, dtype)
+        out: Tensor = empty(value, *whole)
         parts = out if splits == 1 else empty(value, *partial)
         launch(value, shapes, starts, loc, weight, parts)
         if splits > 1:
@@ -351,10 +350,6 @@ def _turned(x: Tensor) -> bool:
 
 def _dense(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
-def _dense_strides(size: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(*size, device="meta").stride()
 
 
 def _launch_clear(size: int, parts: int, device: torch.device) -> Launch:
