@@ -118,8 +118,8 @@ def test_observers_see_the_operator_of_a_call_that_was_planned(operator: str, de
 @pytest.mark.parametrize("impl", [None, *IMPLS])
 def test_a_convolution_leaves_nothing_to_the_next_one(impl: str | None, device: str) -> None:
     """What a plain call has planned serves none that is not plain."""
-    if device == "cuda" and impl == "cpu":
-        pytest.skip("its kernels take no CUDA tensors")
+    if device == "cuda" and impl is not None:
+        pytest.skip("only one plans on a GPU: the automatic choice there")
     sizes = (2, 4, 6, 6), (2, 18, 6, 6), (3, 4, 3, 3)
     x, offset, weight = (torch.rand(*size, device=device) for size in sizes)
 
