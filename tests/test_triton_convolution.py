@@ -401,14 +401,18 @@ def test_lines_beyond_32_bits(size):
         assert torch.equal(target, source)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_transposes_in_one_launch(count):
+@pytest.mark.parametrize(("count", "rounded"), [(1, -1), (1, 0), (2, -1), (2, 1), (3, -1), (3, 2)])
+def test_transposes_in_one_launch(count, rounded):
     sizes = [(2, 3, 70), (1, 130, 66), (3, 5, 1)][:count]
     sources = [torch.randn(size, device=DEVICE) for size in sizes]
     targets = [torch.empty_like(x.mT, memory_format=torch.contiguous_format) for x in sources]
-    transposition(*sizes)(*sources, *targets)
-    for source, target in zip(sources, targets, strict=True):
-        assert torch.equal(target, source.mT)
+    transposition(*sizes, rounded=rounded)(*sources, *targets)
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if i == rounded:
+            assert target.view(torch.int32).bitwise_and(0x1FFF).count_nonzero() == 0
+            torch.testing.assert_close(target, source.mT, rtol=2.0**-11, atol=0)
+        else:
+            assert torch.equal(target, source.mT)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -510,10 +514,20 @@ def test_float32_products_obey_pytorch():
     assert forward.precision(F32) == "tf32x3"
 
 
+@pytest.mark.parametrize("taps", [1, 2])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels-last"])
-def test_factors_of_a_product_in_tf32_are_rounded_not_cut_off(last, monkeypatch):
-    """The product of many would be smaller by a thousandth."""
+def test_factors_of_a_product_in_tf32_are_rounded_not_cut_off(last, taps, monkeypatch):
+    """The product of many would be smaller by a thousandth. Those of the weight, on their way to
+    another layout, if they have one.
+    """
     monkeypatch.setattr(forward, "precision", lambda dtype: "tf32")
+    launched, call = [], launch.Launch.__call__
+
+    def counted(self, *tensors):
+        launched.append(self.kernel.__name__)
+        return call(self, *tensors)
+
+    monkeypatch.setattr(launch.Launch, "__call__", counted)
     step = 2.0**-10
     numbers = {  # and what tf32 has of them
         1 + 0.49 * step: 1, 1 + 0.5 * step: 1 + step, 1 + 0.51 * step: 1 + step,
@@ -523,13 +537,15 @@ def test_factors_of_a_product_in_tf32_are_rounded_not_cut_off(last, monkeypatch)
     }  # fmt: skip
     x, wanted = torch.tensor([[*numbers], [*numbers.values()]], device=DEVICE)
     form = torch.channels_last if last else torch.contiguous_format
-    one = torch.ones(1, 2, 1, 1, device=DEVICE).contiguous(memory_format=form)
-    one[:, 1] = 0
-    many = torch.stack([x, torch.zeros_like(x)], 1)[:, :, None, None].contiguous(memory_format=form)
+    one, many = (torch.zeros(n, 2, 1, taps, device=DEVICE) for n in (1, len(x)))
+    one, many = (t.contiguous(memory_format=form) for t in (one, many))
+    one[0, 0, 0, 0], many[:, 0, 0, 0] = 1, x
+    turned = "transpose_three" if taps == 2 and not last else "round_to_tf32"
     for pixels, weight in ((many, one), (one, many)):  # images of one pixel, or as many filters
-        offset = torch.zeros(len(pixels), 2, 1, 1, device=DEVICE)
+        offset = torch.zeros(len(pixels), 2 * taps, 1, 1, device=DEVICE)
         out = forward.deform_conv(pixels, offset, None, weight, None, (1, 1), (0, 0), (1, 1))
         torch.testing.assert_close(out.flatten(), wanted, rtol=step / 4, atol=0, equal_nan=True)
+    assert launched == [turned, "convolve"] * 2
 
 
 @pytest.mark.parametrize("operator", ["deform_conv2d", "deform_columns"])

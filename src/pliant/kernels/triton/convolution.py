@@ -22,7 +22,7 @@ from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
 from .launch import Launch, cover, empty, form, remembered
-from .transpose import alignment, transposition
+from .transpose import alignment, to_tf32, transposition
 
 Pair = Sequence[int]
 
@@ -140,21 +140,14 @@ def _sampled(
     """Samples as a product takes them."""
     sample = blend(v00, v01, v10, v11, c00, c01, c10, c11, ACC)
     if PRECISION == "tf32":
-        sample = _nearest(sample)
+        sample = to_tf32(sample)
     return sample.to(DTYPE)
-
-
-@triton.jit
-def _nearest(x):
-    """float32 rounded to tf32. The product itself cuts bits off, so that its sums are too small."""
-    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit(do_not_specialize=["size"])
 def round_to_tf32(x, out, size, B: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    tl.store(out + i, _nearest(tl.load(x + i, mask=i < size)), mask=i < size)
+    tl.store(out + i, to_tf32(tl.load(x + i, mask=i < size)), mask=i < size)
 
 
 @triton.jit
@@ -434,8 +427,7 @@ class Convolution:
         splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
         blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
         end = {"BIAS": bias is not None, "LAST": last}
-        self.turned = to_channels_last(input, weight)
-        self.round = _round_to_tf32(weight) if exact == "tf32" else None
+        self.turned = to_channels_last(input, weight, rounded=1 if exact == "tf32" else -1)
         self.parts = None if splits == 1 else (splits, n, co, ho, wo)
         made = weight.new_empty((1, co, ho, wo), device="meta")
         choices = options(input, offset, mask, made, weight[None])
@@ -469,9 +461,6 @@ class Convolution:
         shifts = offset.flatten(2) if self.moved else offset
         given = shifts if mask is None else mask.flatten(2) if self.moved else mask
         pixels, filters = self.turned(input, weight)
-        if self.round is not None:
-            whole, filters = filters, empty(filters, *form(filters))
-            self.round(whole, filters)
         added = filters if bias is None else bias.contiguous()
         target = out
         if self.parts is not None:
@@ -479,12 +468,6 @@ class Convolution:
         self.convolve(pixels, shifts, given, filters, added, target)
         if self.parts is not None:
             self.merge(target, added, out)
-
-
-def _round_to_tf32(weight: Tensor) -> Launch:
-    tile = {"B": 1024, "num_warps": 4}
-    blocks = triton.cdiv(weight.numel(), tile["B"])
-    return Launch(round_to_tf32, (blocks,), (weight.numel(),), **tile)
 
 
 def deform_columns(
@@ -542,17 +525,19 @@ def channel_sizes(
     }  # fmt: skip
 
 
-def to_channels_last(*likes: Tensor | None) -> Callable[..., list[Any]]:
+def to_channels_last(*likes: Tensor | None, rounded: int = -1) -> Callable[..., list[Any]]:
     """The way from up to three tensors in the layouts of these [N, C, H, W] to adjacent channels.
 
-    One in the place of None is left as it is.
+    One in the place of None is left as it is. The one of the number `rounded` is rounded to tf32.
     """
     last = torch.channels_last
     others = [x is not None and not x.is_contiguous(memory_format=last) for x in likes]
     turned = [i for i, x in enumerate(likes) if others[i] and x is not None and x.is_contiguous()]
     copied = [i for i, other in enumerate(others) if other and i not in turned]
     given: list[Any] = [likes[i] for i in turned]
-    turn = transposition(*map(_matrices, given)) if turned else None
+    on_the_way = turned.index(rounded) if rounded in turned else -1
+    turn = transposition(*map(_matrices, given), rounded=on_the_way) if turned else None
+    apart = _round_to_tf32(likes[rounded]) if rounded >= 0 > on_the_way else None
     forms = [form(torch.empty_like(x, device="meta", memory_format=last)) for x in given]
 
     def run(*tensors: Any) -> list[Any]:
@@ -565,9 +550,18 @@ def to_channels_last(*likes: Tensor | None) -> Callable[..., list[Any]]:
             turn(*sources, *targets)
             for i, x in zip(turned, targets, strict=True):
                 laid[i] = x
+        if apart is not None:
+            whole = laid[rounded]
+            laid[rounded] = empty(whole, *form(whole))
+            apart(whole, laid[rounded])
         return laid
 
     return run
+
+
+def _round_to_tf32(x: Any) -> Launch:
+    tile = {"B": 1024, "num_warps": 4}
+    return Launch(round_to_tf32, (triton.cdiv(x.numel(), tile["B"]),), (x.numel(),), **tile)
 
 
 def _matrices(x: Any) -> tuple[int, int, int]:

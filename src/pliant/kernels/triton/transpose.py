@@ -1,4 +1,7 @@
-"""The change of layout before and after a kernel, in less time than PyTorch's own copy takes."""
+"""The change of layout before and after a kernel, in less time than PyTorch's own copy takes.
+
+On the way it may round factors of a product in tf32.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,7 +14,16 @@ from .launch import Launch, cover
 
 
 @triton.jit
-def _turn(source, target, tile, R, S, BR: tl.constexpr, BS: tl.constexpr):
+def to_tf32(x):
+    """float32 rounded to the nearest. A product cuts bits off, so that its sums are too small."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def _turn(
+    source, target, tile, R, S, ROUND: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
     """A tile of [batch, R, S] to [batch, S, R]."""
     across = cover(S, BS)
     blocks = cover(R, BR) * across
@@ -20,6 +32,8 @@ def _turn(source, target, tile, R, S, BR: tl.constexpr, BS: tl.constexpr):
     start = (tile // blocks).to(tl.int64) * R * S
     counts = (r < R)[:, None] & (s < S)[None, :]
     x = tl.load(source + start + r.to(tl.int64)[:, None] * S + s[None, :], mask=counts)
+    if ROUND:
+        x = to_tf32(x)
     at = target + start + s.to(tl.int64)[:, None] * R + r[None, :]
     tl.store(at, tl.trans(x), mask=tl.trans(counts))
 
@@ -27,9 +41,11 @@ def _turn(source, target, tile, R, S, BR: tl.constexpr, BS: tl.constexpr):
 @triton.jit(do_not_specialize=["R_UNITS", "S_UNITS"])
 def transpose(
     source, target, R_UNITS, S_UNITS,
-    R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+    R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr,
+    ROUNDED: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    _turn(source, target, tl.program_id(0), R_UNITS * R_ALIGN, S_UNITS * S_ALIGN, BR, BS)
+    R, S = R_UNITS * R_ALIGN, S_UNITS * S_ALIGN
+    _turn(source, target, tl.program_id(0), R, S, ROUNDED == 0, BR, BS)
 
 
 @triton.jit(
@@ -41,25 +57,30 @@ def transpose_three(
     source, source2, source3, target, target2, target3,
     FIRST, SECOND, R_UNITS, S_UNITS, R2_UNITS, S2_UNITS, R3_UNITS, S3_UNITS,
     R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr, R2_ALIGN: tl.constexpr, S2_ALIGN: tl.constexpr,
-    R3_ALIGN: tl.constexpr, S3_ALIGN: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+    R3_ALIGN: tl.constexpr, S3_ALIGN: tl.constexpr,
+    ROUNDED: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles, FIRST are the first tensor's, and SECOND the second's."""
     tile = tl.program_id(0)
     if tile < FIRST:
-        _turn(source, target, tile, R_UNITS * R_ALIGN, S_UNITS * S_ALIGN, BR, BS)
+        R, S = R_UNITS * R_ALIGN, S_UNITS * S_ALIGN
+        _turn(source, target, tile, R, S, ROUNDED == 0, BR, BS)
     elif tile - FIRST < SECOND:
-        _turn(source2, target2, tile - FIRST, R2_UNITS * R2_ALIGN, S2_UNITS * S2_ALIGN, BR, BS)
+        R2, S2 = R2_UNITS * R2_ALIGN, S2_UNITS * S2_ALIGN
+        _turn(source2, target2, tile - FIRST, R2, S2, ROUNDED == 1, BR, BS)
     else:
         tile -= FIRST + SECOND
-        _turn(source3, target3, tile, R3_UNITS * R3_ALIGN, S3_UNITS * S3_ALIGN, BR, BS)
+        R3, S3 = R3_UNITS * R3_ALIGN, S3_UNITS * S3_ALIGN
+        _turn(source3, target3, tile, R3, S3, ROUNDED == 2, BR, BS)
 
 
 Size = tuple[int, int, int]
 
 
-def transposition(*sizes: Size) -> Callable[..., None]:
+def transposition(*sizes: Size, rounded: int = -1) -> Callable[..., None]:
     """The way from [batch, rows, columns] in one tensor to [batch, columns, rows] in another, or
-    from up to three in one launch; it takes them all, and then the others.
+    from up to three in one launch; it takes them all, and then the others. The one of the number
+    `rounded` is rounded to tf32.
     """
     tiles, tile = [_tiles(size) for size in sizes], tuning.transpose_tile()
     aligned = [(alignment(rows), alignment(columns)) for _, rows, columns in sizes]
@@ -67,11 +88,14 @@ def transposition(*sizes: Size) -> Callable[..., None]:
     units = [(rows // r, columns // s) for (_, rows, columns), (r, s) in both]
     if len(sizes) == 1:
         r, s = aligned[0]
-        return Launch(transpose, (tiles[0],), units[0], R_ALIGN=r, S_ALIGN=s, **tile)
+        return Launch(
+            transpose, (tiles[0],), units[0], R_ALIGN=r, S_ALIGN=s, ROUNDED=rounded, **tile
+        )
     (r, s), (r2, s2), (r3, s3) = (*aligned, aligned[-1])[:3]
     launch = Launch(
         transpose_three, (sum(tiles),), (*tiles[:2], *sum((*units, units[-1])[:3], ())),
-        R_ALIGN=r, S_ALIGN=s, R2_ALIGN=r2, S2_ALIGN=s2, R3_ALIGN=r3, S3_ALIGN=s3, **tile,
+        R_ALIGN=r, S_ALIGN=s, R2_ALIGN=r2, S2_ALIGN=s2, R3_ALIGN=r3, S3_ALIGN=s3,
+        ROUNDED=rounded, **tile,
     )  # fmt: skip
     # Of two, the second stands for the third, which has no tiles.
     return launch if len(sizes) == 3 else lambda a, b, c, d: launch(a, b, b, c, d, d)
