@@ -21,9 +21,7 @@ def to_tf32(x):
 
 
 @triton.jit
-def _turn(
-    source, target, tile, R, S, ROUND: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr
-):  # fmt: skip
+def _turn(source, target, tile, R, S, ROUND: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr):
     """A tile of [batch, R, S] to [batch, S, R]."""
     across = cover(S, BS)
     blocks = cover(R, BR) * across
