@@ -42,8 +42,8 @@ def transpose(
     R_ALIGN: tl.constexpr, S_ALIGN: tl.constexpr,
     ROUNDED: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    R, S = R_UNITS * R_ALIGN, S_UNITS * S_ALIGN
-    _turn(source, target, tl.program_id(0), R, S, ROUNDED == 0, BR, BS)
+    tile, R, S = tl.program_id(0), R_UNITS * R_ALIGN, S_UNITS * S_ALIGN
+    _turn(source, target, tile, R, S, ROUNDED == 0, BR, BS)
 
 
 @triton.jit(
