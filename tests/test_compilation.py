@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 DEVICE = """
 import sys
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -36,19 +37,29 @@ compile_only, passed, compiled, shuffled = JITFunction.run, [], [], []
 
 
 class Launcher:
-    launch_cooperative_grid = launch_pdl = False
-    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = "cooperative", "early"
+    profile_scratch_size = 0
+
+    def __init__(self, scratch):
+        self.global_scratch_size, self.short = scratch, False
 
     def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        assert all(type(i) is int for i in (x, y, z, stream))
+        assert (function, metadata, launch_metadata) == ("function", "metadata", None)
+        assert enter is leave is None
         passed.append(args)
 
     def launch(self, x, y, z, stream, function, cooperative, early, scratch, profile, *others):
+        assert (cooperative, early, scratch, profile) == ("cooperative", "early", None, None)
+        self.short = True
         self(x, y, z, stream, function, *others)
 
 
 class Compiled:
-    function = packed_metadata = None
-    run = Launcher()
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, scratch=0):
+        self.run = Launcher(scratch)
 
 
 def run(self, *args, grid, warmup, **kwargs):
@@ -172,6 +183,12 @@ for dtype, c, kernel in CONVOLUTIONS if ARCH == 90 else CONVOLUTIONS[:3]:
         )
 from pliant.kernels.triton.transpose import transposition
 
+turn, x = transposition((1, 1, 4)), torch.zeros(4)
+turn(x, x)
+for scratch in (0, 64):  # which Triton's own launch provides
+    turn.compiled[0] = (None, *launch._starter(ready := Compiled(scratch)))
+    turn(x, x)
+    assert ready.run.short == (scratch == 0 and triton.__version__.startswith("3.6."))
 size = 2**31 + 16  # and factors that are passed apart
 long, x = (1, 1, size), torch.zeros(4)
 once, three = transposition(long), transposition(long, long, long)

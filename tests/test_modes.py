@@ -90,7 +90,10 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("operator", ["sample_sum", "deform_conv"])
-def test_observers_see_the_operator_of_a_call_that_was_planned(operator: str, device: str) -> None:
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_observers_see_the_operator_of_a_call_that_was_planned(
+    operator: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if operator == "sample_sum":
         shapes, starts = torch.tensor(LEVELS, device=device), torch.tensor([0, 16], device=device)
         value, *others = (x.to(device) for x in tensors())
@@ -99,6 +102,11 @@ def test_observers_see_the_operator_of_a_call_that_was_planned(operator: str, de
         sizes = (2, 4, 6, 6), (2, 18, 6, 6), (3, 4, 3, 3)
         x, offset, weight = (torch.rand(*size, device=device) for size in sizes)
         call = lambda: pliant.deform_conv2d(x, offset, weight, padding=1)  # noqa: E731
+    ones = torch.ones(2, device=device)[:, None, None]
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "plans", direct.Plans())
+        torch.vmap(lambda y: call() * y)(ones)
+        assert not direct.plans.kept
     for _ in range(2):
         expected = call()
         with Seen() as seen:
@@ -112,6 +120,9 @@ def test_observers_see_the_operator_of_a_call_that_was_planned(operator: str, de
         with torch.inference_mode():
             assert call().is_inference()
         assert not call().is_inference()
+        torch.testing.assert_close(torch.vmap(lambda y: call() * y)(ones)[1], expected)
+        recorded = torch.jit.trace(lambda y: call() * y, ones[0])
+        assert f"pliant::{operator}" in str(recorded.graph)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -515,8 +515,11 @@ def test_float32_products_obey_pytorch():
 
 
 @pytest.mark.parametrize("taps", [1, 2])
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels-last"])
-def test_factors_of_a_product_in_tf32_are_rounded_not_cut_off(last, taps, monkeypatch):
+@pytest.mark.parametrize("filters_last", [False, True], ids=["contiguous", "channels-last"])
+@pytest.mark.parametrize("pixels_last", [False, True], ids=["contiguous", "channels-last"])
+def test_factors_of_a_product_in_tf32_are_rounded_not_cut_off(
+    pixels_last, filters_last, taps, monkeypatch
+):
     """The product of many would be smaller by a thousandth. Those of the weight, on their way to
     another layout, if they have one.
     """
@@ -536,16 +539,19 @@ def test_factors_of_a_product_in_tf32_are_rounded_not_cut_off(last, taps, monkey
         **{x: x for x in (torch.inf, -torch.inf, torch.nan)},
     }  # fmt: skip
     x, wanted = torch.tensor([[*numbers], [*numbers.values()]], device=DEVICE)
-    form = torch.channels_last if last else torch.contiguous_format
     one, many = (torch.zeros(n, 2, 1, taps, device=DEVICE) for n in (1, len(x)))
-    one, many = (t.contiguous(memory_format=form) for t in (one, many))
     one[0, 0, 0, 0], many[:, 0, 0, 0] = 1, x
-    turned = "transpose_three" if taps == 2 and not last else "round_to_tf32"
+    turned = [] if taps == 1 else [not pixels_last, not filters_last]
+    expected = ([], ["transpose"], ["transpose_three"])[sum(turned)]
+    expected = [*expected, *["round_to_tf32"] * (taps == 1 or filters_last), "convolve"]
+    forms = torch.contiguous_format, torch.channels_last
     for pixels, weight in ((many, one), (one, many)):  # images of one pixel, or as many filters
+        pixels = pixels.contiguous(memory_format=forms[pixels_last])
+        weight = weight.contiguous(memory_format=forms[filters_last])
         offset = torch.zeros(len(pixels), 2 * taps, 1, 1, device=DEVICE)
         out = forward.deform_conv(pixels, offset, None, weight, None, (1, 1), (0, 0), (1, 1))
         torch.testing.assert_close(out.flatten(), wanted, rtol=step / 4, atol=0, equal_nan=True)
-    assert launched == [turned, "convolve"] * 2
+    assert launched == expected * 2
 
 
 @pytest.mark.parametrize("operator", ["deform_conv2d", "deform_columns"])

@@ -134,13 +134,13 @@ def test_programs_that_share_the_points_of_a_query(dtype, splits, monkeypatch):
     whole, launched, call = kernels.sample_sum(*args), [], launch.Launch.__call__
 
     def counted(self, *tensors):
-        launched.append(self.kernel.__name__)
+        launched.append((self.kernel.__name__, tensors[0].dtype))
         return call(self, *tensors)
 
     start = kernels.plan_sum(*args, (2, 3, 21))
     with mock.patch.object(launch.Launch, "__call__", counted):
         assert torch.equal(start(*args[:5]).view(whole.shape), whole)
-    assert launched == ["by_point", "merge"]
+    assert launched == [("by_point", dtype), ("merge", F64 if dtype == F64 else F32)]
 
 
 @pytest.mark.parametrize("policy", [ATTENTION, AGGREGATION], ids=str)
@@ -951,6 +951,9 @@ def test_another_device_than_the_current_one_becomes_it(monkeypatch):
         def data_ptr(self):
             return 256
 
+        def new_empty_strided(self, *form, dtype):
+            return "far", *form, dtype
+
     class Kernel:
         def __getitem__(self, grid):
             return lambda *args: launched.append((current[-1], args))
@@ -974,6 +977,7 @@ def test_another_device_than_the_current_one_becomes_it(monkeypatch):
     known(far)
     assert launched[1:] == [(5, "stream of 5")]
     assert current == [4]
+    assert launch.empty(far, (2, 3), (3, 1), F16) == ("far", (2, 3), (3, 1), F16)
 
 
 @gpu_only

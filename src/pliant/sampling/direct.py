@@ -75,7 +75,7 @@ def ordinary(*tensors: Any) -> bool:
 def unguarded() -> bool:
     """Whether something is at work that no guard sees, and so has to be asked for at each call.
 
-    They compare dispatch keys as this thread has them, where functional transforms, `jit.trace`,
+    Guards compare dispatch keys as this thread has them, where functional transforms, `jit.trace`,
     pre-dispatch tracing, inference mode and autocast show.
     """
     return _is_compiling() or _modes() > 0 or _is_profiled() or forward_ad._current_level >= 0
@@ -83,7 +83,8 @@ def unguarded() -> bool:
 
 def plannable(*tensors: Any) -> bool:
     """Whether one plan serves all tensors that a guard finds like these, and it finds these: nobody
-    observes them, they hide nothing, and no two are one.
+    observes them, they hide nothing, and no two are one. What a transform sees is not kept: it
+    would be found in others.
     """
     if ops.in_transform() or ops.observed(tensors) or len({*map(id, tensors)}) < len(tensors):
         return False

@@ -537,7 +537,8 @@ def to_channels_last(*likes: Tensor | None, rounded: int = -1) -> Callable[..., 
     given: list[Any] = [likes[i] for i in turned]
     on_the_way = turned.index(rounded) if rounded in turned else -1
     turn = transposition(*map(_matrices, given), rounded=on_the_way) if turned else None
-    apart = _round_to_tf32(likes[rounded]) if rounded >= 0 > on_the_way else None
+    afterwards = rounded >= 0 and rounded not in turned
+    rounding = _round_to_tf32(likes[rounded]) if afterwards else None
     forms = [form(torch.empty_like(x, device="meta", memory_format=last)) for x in given]
 
     def run(*tensors: Any) -> list[Any]:
@@ -550,10 +551,10 @@ def to_channels_last(*likes: Tensor | None, rounded: int = -1) -> Callable[..., 
             turn(*sources, *targets)
             for i, x in zip(turned, targets, strict=True):
                 laid[i] = x
-        if apart is not None:
+        if rounding is not None:
             whole = laid[rounded]
             laid[rounded] = empty(whole, *form(whole))
-            apart(whole, laid[rounded])
+            rounding(whole, laid[rounded])
         return laid
 
     return run
