@@ -28,10 +28,6 @@ if INTERPRET:
     InterpreterBuilder.create_atomic_rmw = _contiguous
 
 
-_knobs = triton.knobs.runtime
-_allocations: Any = torch._C._dynamo.guards  # where the compiler's own programs find them
-
-
 class Launch:
     """A kernel, its grid and all arguments but the tensors: what the sizes of a problem fix.
 
@@ -58,11 +54,11 @@ class Launch:
         if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):  # Triton launches on the current one
                 return self(*tensors)
-        ready = self.compiled.get(aligned)
-        if ready is None:
+        known = self.compiled.get(aligned)
+        if known is None:
             self._compile(aligned, tensors)
             return
-        compiled, start, between = ready
+        compiled, start, between = known
         stream = torch._C._cuda_getCurrentRawStream(index)
         hook = _knobs.launch_enter_hook
         if getattr(hook, "calls", hook):  # a profiler of Triton's listens
@@ -79,23 +75,21 @@ class Launch:
             self.compiled[aligned] = (compiled, *_starter(compiled))
 
 
+_knobs = triton.knobs.runtime
+
+
 def _starter(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """What starts a compiled kernel, and its arguments between the stream and the kernel's own."""
     run, no_hooks = compiled.run, (None, None, None)
-    if triton.__version__.startswith("3.6.") and not _scratch(run):
+    known = triton.__version__.startswith("3.6.")
+    if known and not run.global_scratch_size and not run.profile_scratch_size:
         # Triton's function in C, past the one in Python that looks for scratch space.
-        flags, no_scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None)
-        between = (compiled.function, *flags, *no_scratch, compiled.packed_metadata, *no_hooks)
-        return run.launch, between
+        how = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        return run.launch, (compiled.function, *how, compiled.packed_metadata, *no_hooks)
     return run, (compiled.function, compiled.packed_metadata, *no_hooks)
 
 
-def _scratch(run: Any) -> int:
-    return run.global_scratch_size + run.profile_scratch_size  # type: ignore[no-any-return]
-
-
-# Sizes and strides, which the functions of `_allocations` take as tuples and not as torch.Size.
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes and strides; no torch.Size
 
 
 def form(x: Tensor) -> Form:
@@ -106,10 +100,13 @@ def empty(like: Tensor, size: tuple[int, ...], strides: tuple[int, ...], dtype: 
     """A tensor of that form where `like` is, in half of the time of PyTorch's own functions."""
     index = like.get_device()
     if index < 0:
-        return _allocations._empty_strided_cpu(size, strides, dtype)
+        return _guards._empty_strided_cpu(size, strides, dtype)
     if index == torch._C._cuda_getDevice():
-        return _allocations._empty_strided_cuda(size, strides, dtype)
+        return _guards._empty_strided_cuda(size, strides, dtype)
     return like.new_empty_strided(size, strides, dtype=dtype)
+
+
+_guards: Any = torch._C._dynamo.guards  # where the compiler's own programs find it
 
 
 @triton.jit
