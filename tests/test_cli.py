@@ -76,6 +76,29 @@ def test_info_tells_why_a_backend_does_not_work(
     assert any(line.startswith("  PLIANT_CHECK=1 ") for line in lines)
 
 
+def test_info_tells_what_a_backend_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its `supports` has it, device by device."""
+    monkeypatch.setattr(info, "_device_types", lambda: ["cpu", "meta"])
+    monkeypatch.setitem(ops.AUTOMATIC, "meta", "triton")
+    kernels = ops.backend("triton")
+    monkeypatch.setattr(kernels, "missing", list)
+    monkeypatch.setattr(kernels, "describe", lambda: "Triton")
+
+    def supports(value: torch.Tensor, loc: torch.Tensor, weight: torch.Tensor | None) -> list[str]:
+        dtype = [f"features of {value.dtype}"] if value.dtype == torch.float64 else []
+        return dtype if value.is_cpu else ["no such device", *dtype]
+
+    monkeypatch.setattr(kernels, "supports", supports)
+    assert cli.main(["info"]) == 0
+    shown = capsys.readouterr().out.partition("  triton    works: Triton\n")[2].splitlines()
+    assert [line.strip() for line in shown[:2]] == [
+        "- takes features of float32, float16, bfloat16 on cpu",
+        "- takes nothing on meta: no such device",
+    ]
+
+
 def test_info_tells_of_rocm_and_of_a_missing_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     kernels = ops.backend("triton")

@@ -12,6 +12,7 @@ import torch
 
 import pliant
 from pliant.sampling import ops
+from pliant.sampling.problem import FEATURE_DTYPES
 
 BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT = {
@@ -69,11 +70,29 @@ def _processor() -> str:
 
 def _backend(name: str) -> dict[str, Any]:
     if name == "reference":
-        return {"works": True, "missing": [], "about": "plain PyTorch, any device; exact, not fast"}
+        about = "plain PyTorch, any device; exact, not fast"
+        return {"works": True, "missing": [], "about": about, "takes": {}, "refuses": {}}
     kernels = ops.backend(name)
     missing = kernels.missing()
     about = "" if missing else kernels.describe()
-    return {"works": not missing, "missing": missing, "about": about}
+    takes, refuses = ({}, {}) if missing else _supported(kernels)
+    return {
+        "works": not missing, "missing": missing, "about": about, "takes": takes, "refuses": refuses
+    }  # fmt: skip
+
+
+def _supported(kernels: Any) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """By device: the dtypes of features that the kernels take, or why they take none."""
+    takes, refuses = {}, {}
+    for device in _device_types():
+        samples = [torch.empty(0, dtype=dtype, device=device) for dtype in FEATURE_DTYPES]
+        reasons = [kernels.supports(x, samples[0], None) for x in samples]
+        if all(reasons):
+            refuses[device] = list(reasons[0])
+        else:
+            taken = (x for x, why in zip(samples, reasons, strict=True) if not why)
+            takes[device] = [str(x.dtype).removeprefix("torch.") for x in taken]
+    return takes, refuses
 
 
 def _default(device: str) -> str:
@@ -109,6 +128,10 @@ def _lines(report: dict[str, Any]) -> list[str]:
         about = f": {state['about']}" if state["about"] else ""
         lines.append(f"  {name:10}{'works' if state['works'] else 'does not work'}{about}")
         lines += [f"  {'':10}- {reason}" for reason in state["missing"]]
+        for device, dtypes in state["takes"].items():
+            lines.append(f"  {'':10}- takes features of {', '.join(dtypes)} on {device}")
+        for device, reasons in state["refuses"].items():
+            lines.append(f"  {'':10}- takes nothing on {device}: {'; '.join(reasons)}")
     lines += ["Chosen when impl is not given"]
     lines += [f"  {device:10}{name}" for device, name in report["default"].items()]
     lines += ["Environment"]
