@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from pliant import testing
 from pliant.compat.torch_npu import npu_deformable_conv2d
 from pliant.testing import DIFFERENTIABLE, WORKLOADS
 from pliant.testing.cases import turned
+from pliant.testing.timing import Replay
 
 Times = tuple[float, float]  # microseconds, forward and backward
 PRECISE = "float32"  # what is said of positions that are more precise than the features
@@ -98,6 +100,7 @@ def main() -> int:
         print("No CUDA device is available.", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 190)
+    console.print(import_module("pliant.kernels.triton").describe())  # whose tiles they are
     torch.cuda.set_stream(torch.cuda.Stream())  # for graphs
     rows: list[Row] = []
     refused: dict[str, list[str]] = {}
@@ -205,31 +208,8 @@ def _times(
 
 
 def device_time(step: Callable[[], Any]) -> float:
-    """Microseconds of one step, of so many in a graph that its own start counts little.
-
-    The current stream must not be the default one, on which no graph can be captured.
-    """
-    for _ in range(3):
-        step()
-    return _replayed(step, min(max(5, int(5000 / _replayed(step, 1))), 50))
-
-
-def _replayed(step: Callable[[], Any], repeats: int) -> float:
-    # Captured where the forward ran: autograd's backward runs there too.
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _ in range(repeats):
-            step()
-    graph.replay()
-    times = []
-    for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / repeats)
-    return statistics.median(times)
+    """Microseconds of one step."""
+    return Replay(step).microseconds()
 
 
 def queued_time(step: Callable[[], Any], repeats: int = 20) -> float:

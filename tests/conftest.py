@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # And what PyTorch asks for where products of matrices are to be deterministic on a GPU.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Tiles are those of the rules, whatever somebody has tuned on this machine.
+os.environ["PLIANT_TUNED"] = "0"
 
 import pytest
 import torch

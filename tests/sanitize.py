@@ -22,7 +22,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from pliant.kernels.triton import convolution, convolution_backward, launch, sum as sums, tuning
+from pliant.kernels.triton import (
+    convolution,
+    convolution_backward,
+    launch,
+    refined,
+    sum as sums,
+    tuning,
+)
 from pliant.kernels.triton.transpose import transposition
 from pliant.sampling import direct
 from pliant.sampling.problem import accumulator
@@ -71,7 +78,7 @@ CHOSEN = [case for case in CASES if case.id in NAMED] + MODELS
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 # The backward as it comes, by lists, sorted, in parts of the batch or chunks of the columns; tiles
-# of several queries, places of 64 bits, products of tf32.
+# of several queries, places of 64 bits, other tiles than those of the rules, products of tf32.
 BOTH = (F32, F16)
 WAYS = {  # the operators with such a way, dtypes of all cases, and of the plain ones and MODELS
     "plain": (OPERATORS, BOTH, (F32, F16, BF16, F64)),
@@ -80,6 +87,7 @@ WAYS = {  # the operators with such a way, dtypes of all cases, and of the plain
     "parts": (SUMS, (), BOTH),
     "many": (SUMS, (), BOTH),
     "far": (OPERATORS, (), BOTH),
+    "refined": (OPERATORS, (), BOTH),
     "chunks": ((CONVOLUTION, COLUMNS), (), BOTH),
     "tf32": ((CONVOLUTION,), (), (F32,)),
 }
@@ -220,6 +228,7 @@ def mode(way: str, written: bool = False) -> Iterator[None]:
             (sums, "_row_type", lambda *_: tl.int64),
             (convolution, "options", lambda *x: {**options(*x), "ROW": tl.int64}),
         ],
+        "refined": [(tuning, name, _other(name)) for name in refined.CHOICES],
         "chunks": [
             (convolution_backward, "SCRATCH_BYTES", 20_000),
             (tuning, "filter_parts", lambda rows, *_: 2 - rows % 2),
@@ -251,6 +260,22 @@ def mode(way: str, written: bool = False) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
         stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", precise)
         yield
+
+
+def _other(rule: str) -> Callable[..., dict[str, int]]:
+    """The rule with smaller blocks and more warps, where `pliant tune` may find such."""
+    own, choose = getattr(tuning, rule), refined.CHOICES[rule]
+
+    def other(*args: Any) -> dict[str, int]:
+        tile, choices = own(*args), choose(*args)
+        for name, step in (("num_warps", 1), *((name, -1) for name in tile if name[0] == "B")):
+            values = choices.get(name, [])
+            at = values.index(tile[name]) + step if tile[name] in values else -1
+            if 0 <= at < len(values):
+                tile[name] = values[at]
+        return tile
+
+    return other
 
 
 if __name__ == "__main__":

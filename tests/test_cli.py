@@ -39,7 +39,7 @@ def test_usage(argv: list[str], status: int, capsys: pytest.CaptureFixture[str])
     assert end.value.code == status
     out, err = capsys.readouterr()
     assert "usage: pliant" in out + err
-    assert status or all(f"\n    {name} " in out for name in ("demo", "info", "run"))
+    assert status or all(f"\n    {name} " in out for name in ("demo", "info", "run", "tune"))
 
 
 # pliant info

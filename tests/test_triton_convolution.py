@@ -488,11 +488,13 @@ def test_no_program_is_left_without_a_step(monkeypatch):
         for per_group in (1, 16, 35, 64, 256):
             sizes = forward.channel_sizes(per_group, 32, per_group, 1)
             for dtype in (F16, F32):
-                how = forward.precision(dtype)
-                tile = tuning.forward_tile(1, 10, taps, sizes, how, dtype, DEVICE)
-                steps = -(-per_group // tile["BK"]) * taps
-                part = -(-steps // tile["SPLITS"])
-                assert (tile["SPLITS"] - 1) * part < steps
+                how = (forward.precision(dtype), dtype)
+                tile = tuning.forward_tile(sizes["COG"], sizes["RUN"], *how)
+                for block in (tile["BK"], 16, 128):
+                    tile["BK"] = block
+                    splits = tuning.forward_splits(tile, 1, 10, taps, sizes, *how, DEVICE)
+                    steps = -(-per_group // block) * taps
+                    assert (splits - 1) * -(-steps // splits) < steps
 
 
 def test_float32_products_obey_pytorch():

@@ -34,7 +34,7 @@ def test_what_the_sanitizers_are_given_runs(kind, monkeypatch):
         mock.patch.object(lists, "grad_value", wraps=lists.grad_value) as listed,
     ):
         done = [d for operator in OPERATORS for d in sanitize.work(kind, operator, DEVICE)]
-    assert len({d.split()[-1] for d in done}) == 8
+    assert {d.split()[-1] for d in done} == set(sanitize.WAYS)
     assert collected.called
     assert listed.called
     assert not torch.are_deterministic_algorithms_enabled()
@@ -74,7 +74,7 @@ def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
         monkeypatch.setattr(tuning, name, spy)
 
     monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
-    for name in ("shared", "forward_tile", "backward_tile", "point_splits"):
+    for name in ("shared", "forward_tile", "forward_splits", "backward_tile", "point_splits"):
         listen(name)
     monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
     monkeypatch.setattr(sanitize, "CHOSEN", sanitize.MODELS)
@@ -87,5 +87,5 @@ def test_the_sanitizers_are_given_the_tiles_of_models(monkeypatch):
     assert {32, 128, 256} <= said["forward_tile", "BN"]
     assert {4, 8} <= said["forward_tile", "num_warps"]
     assert {1, 2, 3} <= said["forward_tile", "num_stages"]
-    assert max(said["forward_tile", "SPLITS"]) > 1
+    assert max(said["forward_splits", "forward_splits"]) > 1
     assert max(said["point_splits", "point_splits"]) > 1

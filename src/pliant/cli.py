@@ -1,8 +1,9 @@
-"""The `pliant` command: `pliant demo`, `pliant info`, `pliant run script.py`."""
+"""The `pliant` command: `pliant demo`, `pliant info`, `pliant run script.py`, `pliant tune`."""
 
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
-    if "script" in arguments:  # argparse would drop a "--" among the script's own
+    if getattr(arguments, "script", None):  # argparse would drop a "--" among the script's own
         arguments.arguments = words[2:]
     return int(arguments.function(arguments))
 
@@ -61,6 +62,26 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", type=Path, help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     run.set_defaults(function=_run)
+
+    tune = commands.add_parser(
+        "tune",
+        usage="pliant tune script.py [arguments ...]\n"
+        "       pliant tune --case ID [--case ID ...] [--dtype DTYPE ...]",
+        help="measure better tiles for the GPU kernels, on the problems of a script",
+        description="Run a script, as `python script.py ...` would, and measure for every problem "
+        "of ours that it has, forward and backward, which tiles its kernels run fastest with on "
+        "this GPU. They are kept, and later processes use them. Or do so for problems of real "
+        "models, by name. Nothing is measured without this command. Exit status 1 if a tile gave "
+        "another result.",
+    )
+    tune.add_argument("--case", action="append", metavar="ID", help="a problem of the benchmark")
+    tune.add_argument(
+        "--dtype", action="append", choices=("float32", "float16", "bfloat16", "float64"),
+        help="of its features; repeatable (default: float32)",
+    )  # fmt: skip
+    tune.add_argument("script", type=Path, nargs="?", help="a Python file")
+    tune.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    tune.set_defaults(function=_tune)
     return parser
 
 
@@ -106,3 +127,27 @@ def _run(arguments: argparse.Namespace) -> int:
     ascend.install()  # for good: threads and exit handlers may outlive the script's last line
     ascend.run_script(arguments.script, arguments.arguments)
     return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from pliant.kernels import triton as kernels
+    from pliant.testing import WORKLOADS
+
+    cases, program = arguments.case or [], arguments.script
+    problem = None
+    if bool(cases or arguments.dtype) == (program is not None):
+        problem = "either a script or --case is needed"
+    elif unknown := [case for case in cases if case not in WORKLOADS]:
+        problem = f"--case must be one of {', '.join(WORKLOADS)}, got {', '.join(unknown)}"
+    elif program is not None and not program.is_file():
+        problem = f"{program} is not a file"
+    elif reasons := [*kernels.missing(), *["kernels are interpreted"] * kernels.INTERPRET]:
+        problem = f"there is no GPU to measure on: {'; '.join(reasons)}"
+    elif os.environ.get("PLIANT_TUNED") == "0":
+        problem = "PLIANT_TUNED=0 says that nothing is to be kept"
+    if problem is not None:
+        print(f"pliant tune: {problem}", file=sys.stderr)
+        return 2
+    from pliant import tune
+
+    return tune.run(program, arguments.arguments, cases, arguments.dtype or ["float32"])

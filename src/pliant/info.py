@@ -18,6 +18,7 @@ BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT = {
     "PLIANT_CHECK": "1 at import: check map sizes and starts on a device by value (synchronises)",
     "PLIANT_CPU_ISA": "instruction set of the CPU kernels (default: the best one here)",
+    "PLIANT_TUNED": "folder of what `pliant tune` has found, 0: none (default: in the cache)",
     "TRITON_INTERPRET": "1: run the Triton kernels without a GPU, in the interpreter (slow)",
 }
 

@@ -3,6 +3,7 @@
     mx_driving, torch_npu   the packages of the Ascend vendor
     ascend                  puts these two under their own names, so that unmodified scripts run
     spelling                what such a package is written with
+    scripts                 what runs a script
 
 Importing any of them patches nothing.
 """

@@ -14,7 +14,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import runpy
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import torch
 from torch import overrides, serialization
 
 from . import torch_npu
+from .scripts import script
 from .torch_npu.npu import Device, standin
 
 _ALIASES = {
@@ -71,16 +71,12 @@ def uninstall() -> None:
 
 def run_script(path: str | os.PathLike[str], argv: Sequence[str] = ()) -> None:
     """Run a script as `python path argv...` would, the vendor's names in place until it ends."""
-    before, args, folder = _installed, sys.argv, os.path.dirname(os.path.abspath(path))
-    sys.argv = [os.fspath(path), *argv]
-    sys.path.insert(0, folder)
+    before = _installed
     try:
-        install()
-        runpy.run_path(os.path.abspath(path), run_name="__main__")
+        with script(path, argv) as run:
+            install()
+            run()
     finally:
-        sys.argv = args
-        with contextlib.suppress(ValueError):  # the script may have taken it out itself
-            sys.path.remove(folder)
         if before is None:
             uninstall()
 

@@ -8,7 +8,8 @@
     convolution.py, convolution_backward.py
                                    deformable convolution, kernels and launchers
     transpose.py                   the change of layout before and after
-    launch.py, tuning.py           launches that are worked out once; block sizes
+    launch.py                      launches that are worked out once
+    tuning.py, refined.py          block sizes by rule, and those that `pliant tune` has found
 
 This file imports no Triton, so that a machine without it can be told so.
 """
@@ -61,7 +62,9 @@ def describe() -> str:
         return f"Triton {version}, interpreted on the CPU"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     without = "" if compiler else "; no C compiler, which Triton needs for what it has not cached"
-    return f"Triton {version}, on {torch.cuda.get_device_name()}{without}"
+    device = torch.cuda.get_device_name()
+    tiles = importlib.import_module(".refined", __name__).about(device)
+    return f"Triton {version}, on {device}{tiles}{without}"
 
 
 def supports(value: Tensor, loc: Tensor, weight: Tensor | None) -> list[str]:

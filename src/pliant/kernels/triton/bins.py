@@ -19,6 +19,7 @@ from pliant.sampling.problem import accumulator
 
 from . import taps, tuning
 from .launch import Launch, run
+from .refined import refined
 
 # What is sorted at a time, for which a sample takes SORTED bytes, is at most as large as the
 # features in the accumulator's dtype, or this.
@@ -317,7 +318,8 @@ def _grad_value(
     # Where cameras skip what they do not see, one of them sees a point.
     seen = samples // (sizes["V"] if options["SKIP"] else 1)
     corners = (1 if options["NEAREST"] else 4) * seen // s
-    piece = tuning.bins_tile(k * d, sizes["V"] * sizes["R"], corners)
+    rule = (tuning.bins_tile, k * d, sizes["V"] * sizes["R"], corners)
+    piece = refined(out.device, *rule, groups=k, rows=pairs * s, dtype=out.dtype)
     run(
         (grad, weight, shapes, starts, bounds, entries, out), (collect, *key),
         lambda: Launch(

@@ -22,6 +22,7 @@ from pliant.sampling.problem import accumulator
 
 from . import INTERPRET, taps, tuning
 from .launch import Launch, cover, empty, form, remembered
+from .refined import refined
 from .transpose import alignment, to_tf32, transposition
 
 Pair = Sequence[int]
@@ -423,9 +424,13 @@ class Convolution:
         (n, c, h, w), (co, cg, kh, kw), (ho, wo) = input.shape, weight.shape, offset.shape[2:]
         sizes = channel_sizes(c, co, cg, offset.shape[1] // (2 * kh * kw))
         q, align = ho * wo, alignment(ho * wo)
-        tile = tuning.forward_tile(n, q, kh * kw, sizes, exact, input.dtype, input.device)
-        splits, (bm, bn) = tile["SPLITS"], (tile["BM"], tile["BN"])
-        blocks = triton.cdiv(q, bm) * n * (c // cg) * triton.cdiv(sizes["COG"], bn)
+        how, outputs = (exact, input.dtype), sizes["COG"]
+        rule = (tuning.forward_tile, outputs, sizes["RUN"], *how)
+        tile = refined(
+            input.device, *rule, images=n, positions=q, channels=cg, groups=c // cg, taps=kh * kw
+        )
+        splits = tuning.forward_splits(tile, n, q, kh * kw, sizes, *how, input.device)
+        blocks = triton.cdiv(q, tile["BM"]) * n * (c // cg) * triton.cdiv(outputs, tile["BN"])
         end = {"BIAS": bias is not None, "LAST": last}
         self.turned = to_channels_last(input, weight, rounded=1 if exact == "tf32" else -1)
         self.parts = None if splits == 1 else (splits, n, co, ho, wo)
@@ -440,13 +445,14 @@ class Convolution:
             (n, q // align, h, w, wo, *shifts.stride(), *given.stride()),
             **sizes, **geometry.constants(), MODULATED=mask is not None, Q_ALIGN=align,
             **(end if splits == 1 else {"BIAS": False, "LAST": True}),
-            PRECISION=exact, **choices, **tile,
+            PRECISION=exact, SPLITS=splits, **choices, **tile,
         )  # fmt: skip
-        rule = tuning.merge_tile(co)
+        piece = tuning.merge_tile(co)
         self.merge = Launch(
-            merge, (triton.cdiv(q, rule["BM"]) * n, triton.cdiv(co, rule["BN"])), (n, q // align),
+            merge, (triton.cdiv(q, piece["BM"]) * n, triton.cdiv(co, piece["BN"])),
+            (n, q // align),
             CO=co, **end, Q_ALIGN=align, SPLITS=splits,
-            ROW=choices["ROW"], ACC=choices["ACC"], **rule,
+            ROW=choices["ROW"], ACC=choices["ACC"], **piece,
         )  # fmt: skip
 
     def __call__(
@@ -501,7 +507,8 @@ def _resample(
 ) -> Launch:
     (_, c, h, w), (n, _, lines, width), constants = input.shape, out.shape, geometry.constants()
     per_group = c * 2 * constants["K"] // offset.shape[1]
-    tile = tuning.columns_tile(width, per_group, input.element_size())
+    rule = (tuning.columns_tile, width, per_group, input.element_size())
+    tile = refined(input.device, *rule, lines=n * lines, channels=c, taps=constants["K"])
     align = alignment(width)
     shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
     return Launch(

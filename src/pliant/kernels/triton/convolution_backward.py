@@ -14,7 +14,7 @@ products of tf32 are faster than one in float32 and as precise.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,6 +37,7 @@ from .convolution import (
     to_channels_last,
 )
 from .launch import Launch, remembered
+from .refined import refined
 from .transpose import alignment
 
 Grads = tuple[Tensor | None, ...]
@@ -397,10 +398,17 @@ class Problem(NamedTuple):
     constants: dict[str, int]
     sizes: dict[str, int]
     options: dict[str, object]
+    device: torch.device
 
     @property
     def groups(self) -> int:
         return self.sizes["C"] // self.sizes["CD"]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What tells it from others where `refined` tiles are looked up."""
+        sizes = {"channels": self.sizes["C"], "taps": self.constants["K"]}
+        return {**sizes, "deformed": self.groups, "element": self.element}
 
 
 class Step(NamedTuple):
@@ -545,7 +553,7 @@ class Gradients:
             input.shape, input.element_size(), q, wo,
             self.offset, self.modulation, mask is not None, constants,
             forward.channel_sizes(c, co, cg, offset.shape[1] // (2 * k)),
-            forward.options(input, offset, mask),
+            forward.options(input, offset, mask), input.device,
         )  # fmt: skip
         self.dtype, self.device, sums = input.dtype, input.device, accumulator(input.dtype)
         # In float32 the columns take the place of their gradient. In half precision the gradient is
@@ -760,10 +768,11 @@ class Bins:
 def _product(problem: Problem, chunk: Chunk, exact: str) -> Launch:
     sizes, k = problem.sizes, problem.constants["K"]
     row = k * sizes["CG"]
-    tile = tuning.product_tile(sizes["COG"], row)
+    rule, groups = (tuning.product_tile, sizes["COG"], row), sizes["C"] // sizes["CG"]
+    tile = refined(problem.device, *rule, rows=chunk.rows, groups=groups)
     blocks = triton.cdiv(chunk.rows, tile["BM"]) * triton.cdiv(row, tile["BN"])
     return Launch(
-        product, (blocks * (sizes["C"] // sizes["CG"]),), (chunk.rows,),
+        product, (blocks * groups,), (chunk.rows,),
         **{name: sizes[name] for name in ("C", "CO", "CG", "COG")}, K=k, PRECISION=exact,
         ACC=problem.options["ACC"], INTERPRET=INTERPRET, **tile,
     )  # fmt: skip
@@ -774,7 +783,9 @@ def _collect(
 ) -> Launch:
     (_, _, h, w), sizes, k = problem.size, problem.sizes, problem.constants["K"]
     pixels = chunk.images * h * w
-    tile = tuning.collect_tile(sizes["CD"], stored.itemsize, pixels * problem.groups, input.device)
+    where = pixels * problem.groups, input.device
+    rule = (tuning.collect_tile, sizes["CD"], stored.itemsize, *where)
+    tile = refined(input.device, *rule, taps=k, positions=problem.positions)
     return Launch(
         collect,
         (triton.cdiv(pixels, tile["BP"]), problem.groups, triton.cdiv(sizes["CD"], tile["BC"])),
@@ -789,7 +800,8 @@ def _differentiate(
     problem: Problem, chunk: Chunk, to_offset: bool, to_mask: bool, to_weight: bool
 ) -> Launch:
     sizes, offset, modulation = problem.sizes, problem.offset, problem.modulation
-    tile = tuning.differentiate_tile(sizes["RUN"], problem.element)
+    rule, about = (tuning.differentiate_tile, sizes["RUN"], problem.element), problem.about
+    tile = refined(problem.device, *rule, rows=chunk.rows, to_weight=to_weight, **about)
     blocks = triton.cdiv(chunk.part, tile["BM"]) * chunk.images
     return Launch(
         differentiate, (blocks, problem.constants["K"], problem.groups),
@@ -803,7 +815,8 @@ def _differentiate(
 
 def _settle(problem: Problem, weight: Tensor, parts: int) -> Launch:
     (n, _, h, w), sizes, constants = problem.size, problem.sizes, problem.constants
-    tile = tuning.settle_tile(sizes["RUN"], sizes["COG"])
+    rule = (tuning.settle_tile, sizes["RUN"], sizes["COG"])
+    tile = refined(problem.device, *rule, parts=parts, **problem.about)
     runs = sizes["C"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], tile["BC"])
     return Launch(
         settle, (runs, constants["K"], triton.cdiv(sizes["COG"], tile["BO"])),
@@ -820,7 +833,8 @@ def _unfold(problem: Problem, chunk: Chunk, grad: Tensor) -> Launch:
     kh = constants["K"] // constants["KW"]
     top = chunk.first // problem.width  # of the output lines that the chunk touches
     touched = triton.cdiv(chunk.first + chunk.part, problem.width) - top
-    tile = tuning.columns_tile(width, c, grad.element_size())
+    rule = (tuning.columns_tile, width, c, grad.element_size())
+    tile = refined(problem.device, *rule, lines=chunk.images * touched * kh, **problem.about)
     align = alignment(width)
     blocks = chunk.images * touched * kh * triton.cdiv(width, tile["BJ"])
     wide = grad[:1].numel() >= 2**31 - 2**16

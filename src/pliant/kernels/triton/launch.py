@@ -139,6 +139,11 @@ def remembered(key: Hashable, make: Callable[[], T]) -> T:
     return known
 
 
+def forget() -> None:
+    """What was remembered is made anew."""
+    _remembered.clear()
+
+
 def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Callable[..., T]]) -> T:
     """Call what `plan` gives, made once for the sizes, strides and alignment of the tensors."""
     signature = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)

@@ -20,6 +20,7 @@ from torch import Tensor
 from . import tuning
 from .bins import tap
 from .launch import Launch
+from .refined import refined
 from .taps import scaled
 
 # Kernels
@@ -140,7 +141,9 @@ def grad_value(
     q, pairs = loc.shape[1], n * g
     samples = loc[0, :, 0].numel() // 2 * shapes.shape[1]  # of a pair of item and group
     most = pairs * samples * (1 if options["NEAREST"] else 2)
-    block, tile = tuning.enter_tile(), tuning.list_tile(d)
+    about = {"pairs": pairs, "rows": s, "samples": samples, "dtype": out.dtype}
+    block = refined(shapes.device, tuning.enter_tile, **about)
+    tile = refined(shapes.device, tuning.list_tile, d, **about)
     chain = Launch(
         enter, (pairs * triton.cdiv(samples, block["B"]),),
         (q, s, g, *loc.stride(), *weight.stride()[:-1]),

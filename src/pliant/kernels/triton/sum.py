@@ -16,6 +16,7 @@ from pliant.sampling.problem import Policy, accumulator
 
 from . import INTERPRET, backward, bins, forward, lists, tuning
 from .launch import Launch, empty, form, run
+from .refined import refined
 from .transpose import transposition
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -129,7 +130,8 @@ def _launch(
         "PAIR": _paired(loc, 5), "EARLY": tuning.early(shapes.device),
     }  # fmt: skip
     if _by_query(k, policy):
-        tile = tuning.query_tile(d, q, g, points, value.dtype)
+        rule = (tuning.query_tile, d, q, g, points, value.dtype)
+        tile = refined(shapes.device, *rule, items=n, views=views, rows=s, policy=policy)
         share = tuning.shared(tile, value, loc, weight, policy) if constants["PAIR"] else 0
         return Launch(
             forward.by_query,
@@ -140,7 +142,10 @@ def _launch(
             CACHE=tuning.cache_hint(s, q * views * points),
             WEIGHT_PAIR=tile["BP"] % 2 == 0 and _paired(weight, 4),
         )  # fmt: skip
-    tile = tuning.point_tile(k * d, points)
+    tile = refined(
+        shapes.device, tuning.point_tile, k * d, points,
+        dtype=value.dtype, items=n, queries=q, views=views, scales=scales, policy=policy,
+    )  # fmt: skip
     return Launch(
         forward.by_point,
         (n * q * g, triton.cdiv(k * d, tile["BC"]), splits),
@@ -376,7 +381,8 @@ def _launch_backward(
     skip = policy.outside == "skip"
     places = points if skip else views * points
     early = wanted[0] and tuning.early(shapes.device)
-    tile = tuning.backward_tile(n * q * g, k, d, places, policy, value.dtype, wanted[0])
+    rule = (tuning.backward_tile, n * q * g, k, d, places, policy, value.dtype, wanted[0])
+    tile = refined(shapes.device, *rule, views=views, scales=shapes.shape[1], wanted=wanted)
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
         backward.by_point,

@@ -1,4 +1,7 @@
-"""Block sizes, splits and parts: rules on sizes, dtype and device, as they were measured."""
+"""Block sizes, splits and parts: rules on sizes, dtype and device, as they were measured.
+
+Their tiles are what launches take through refined.py, where `pliant tune` may have put better ones.
+"""
 
 import functools
 import math
@@ -185,7 +188,31 @@ def bins_tile(channels: int, maps: int, samples: int) -> dict[str, int]:
 # Convolution
 
 
-def forward_tile(
+def forward_tile(outputs: int, run: int, precision: str, dtype: torch.dtype) -> dict[str, int]:
+    """Positions, output channels of a group, and summed channels of a run, in a tile.
+
+    As many outputs as registers hold, because every tile gathers anew.
+    """
+    outputs, run = triton.next_power_of_2(outputs), triton.next_power_of_2(run)
+    bm, bn, bk = 64, min(max(outputs, 16), 256), max(run, 16)
+    if precision == "tf32x3":  # of both factors twice the registers
+        bn = min(bn, 128)
+        bk = min(bk, 32 if bn <= 32 else 16)
+        launch = {"num_warps": 4, "num_stages": 1 if bn <= 32 else 2}
+        if bn > 32:
+            launch["maxnreg"] = 168
+    elif dtype == torch.float64:
+        bn, bk = min(bn, 64), 16
+        launch = {"num_warps": bn // 16, "num_stages": 2}
+    else:
+        bk, wide = min(bk, 128 // dtype.itemsize), bn > 128
+        launch = {"num_warps": 8 if wide else 4, "num_stages": 3 if wide else 2}
+        launch["maxnreg"] = 168 if bn == 128 else 128
+    return {"BM": bm, "BN": bn, "BK": bk, **launch}
+
+
+def forward_splits(
+    tile: dict[str, int],
     images: int,
     positions: int,
     taps: int,
@@ -193,33 +220,15 @@ def forward_tile(
     precision: str,
     dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, int]:
-    """Positions, output channels and summed channels of a tile, and the programs that share one.
-
-    As many outputs as registers hold, because every tile gathers anew.
-    """
-    outputs, run = triton.next_power_of_2(sizes["COG"]), triton.next_power_of_2(sizes["RUN"])
-    bm, bn, bk = 64, min(max(outputs, 16), 256), max(run, 16)
-    if precision == "tf32x3":  # of both factors twice the registers
-        bn, resident = min(bn, 128), 1
-        bk = min(bk, 32 if bn <= 32 else 16)
-        launch = {"num_warps": 4, "num_stages": 1 if bn <= 32 else 2}
-        if bn > 32:
-            launch["maxnreg"] = 168
-    elif dtype == torch.float64:
-        bn, bk, resident = min(bn, 64), 16, 4
-        launch = {"num_warps": bn // 16, "num_stages": 2}
-    else:
-        bk, resident = min(bk, 128 // dtype.itemsize), max(2, min(384 // bn, 4))
-        wide = bn > 128
-        launch = {"num_warps": 8 if wide else 4, "num_stages": 3 if wide else 2}
-        launch["maxnreg"] = 168 if bn == 128 else 128
-    programs = triton.cdiv(positions, bm) * images * triton.cdiv(sizes["COG"], bn)
+) -> int:
+    """Programs that share a tile: as many as keep the GPU busy, with four steps of the sum each."""
+    exact = precision == "tf32x3"
+    resident = 1 if exact else 4 if dtype == torch.float64 else max(2, min(384 // tile["BN"], 4))
+    programs = triton.cdiv(positions, tile["BM"]) * images * triton.cdiv(sizes["COG"], tile["BN"])
     programs *= sizes["C"] // sizes["CG"]
-    steps = sizes["CG"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], bk) * taps
+    steps = sizes["CG"] // sizes["RUN"] * triton.cdiv(sizes["RUN"], tile["BK"]) * taps
     splits = max(1, min(resident * multiprocessors(device) // programs, steps // 4, 8))
-    splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none without a step
-    return {"SPLITS": splits, "BM": bm, "BN": bn, "BK": bk, **launch}
+    return int(triton.cdiv(steps, triton.cdiv(steps, splits)))  # none without a step
 
 
 def merge_tile(outputs: int) -> dict[str, int]:

@@ -1,0 +1,532 @@
+"""Tiles that `pliant tune` may find, how it finds them, and where they are used again."""
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pliant.sampling import direct
+from pliant.testing import WORKLOADS, expect, run, verify, workload
+from pliant.testing.cases import aggregation, attention, columns, convolution, geometric
+
+GPU = torch.cuda.is_available()
+if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+import triton  # noqa: E402
+
+from pliant import cli, tune  # noqa: E402
+from pliant.kernels import triton as kernels  # noqa: E402
+from pliant.kernels.triton import launch, refined, tuning  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+NAME = torch.cuda.get_device_name() if GPU else "interpreter"
+F16, F32 = torch.float16, torch.float32
+ATTENTION, AGGREGATION, CONVOLUTION = (
+    "multi_scale_deformable_attn", "deformable_aggregation", "deform_conv2d",
+)  # fmt: skip
+DRAW = {
+    ATTENTION: attention(queries=5, heads=4, channels=16, points=4),
+    AGGREGATION: aggregation(points=6),
+    "geometric_kernel_attention": geometric(),
+    CONVOLUTION: convolution(channels=20, out_channels=36),
+    "deform_columns": columns(convolution(channels=20)),
+}
+gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """Nothing is known, and nothing planned."""
+    monkeypatch.setattr(launch, "_remembered", {})
+    monkeypatch.setattr(direct, "plans", direct.Plans())
+    monkeypatch.setenv("PLIANT_TUNED", str(tmp_path / "tuned"))
+    refined.stored.cache_clear()
+    yield tmp_path / "tuned"
+    refined.stored.cache_clear()
+
+
+def inputs(operator, dtype=F32):
+    return DRAW[operator](dtype, DEVICE, 0)
+
+
+def asked(operator, dtype=F32):
+    """What the kernels of an operator ask for, forward and backward."""
+    launch.forget()
+    direct.plans.kept.clear()
+    with refined.listen() as heard, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Launch, "__call__", lambda *_: None)
+        run(operator, inputs(operator, dtype), "triton")
+    launch.forget()
+    direct.plans.kept.clear()
+    return heard
+
+
+@functools.cache
+def exact(operator, dtype):
+    return expect(operator, inputs(operator, dtype))
+
+
+@contextlib.contextmanager
+def launched():
+    """Collect the names and constants of the kernels whose launches are worked out."""
+    used, start = [], launch.Launch.__init__
+
+    def spy(self, kernel, *args, **constants):
+        used.append((kernel.__name__, constants))
+        start(self, kernel, *args, **constants)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Launch, "__init__", spy)
+        yield used
+
+
+class Watched(TorchDispatchMode):
+    """Public functions go the long way, in which nothing is planned but by `launch`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+# What a tile may be
+
+
+# An operator whose kernels ask for the rule, and in which way.
+ASKS = {
+    "query_tile": (ATTENTION, F32, ""),
+    "point_tile": (AGGREGATION, F32, ""),
+    "backward_tile": (ATTENTION, F32, ""),
+    "enter_tile": (ATTENTION, F16, "lists"),
+    "list_tile": (ATTENTION, F16, "lists"),
+    "bins_tile": (AGGREGATION, F32, "deterministic"),
+    "forward_tile": (CONVOLUTION, F32, ""),
+    "columns_tile": ("deform_columns", F32, ""),
+    "product_tile": (CONVOLUTION, F32, ""),
+    "settle_tile": (CONVOLUTION, F32, ""),
+    "differentiate_tile": (CONVOLUTION, F32, ""),
+    "collect_tile": (CONVOLUTION, F32, ""),
+}
+COMPILED = ("num_warps", "num_stages", "maxnreg")  # of which the interpreter knows nothing
+
+
+def moves():
+    """Each number of each tile, one step up and down."""
+    for rule, choices in refined.CHOICES.items():
+        for name in choices(*[4] * choices.__code__.co_argcount):
+            if GPU or name not in COMPILED:
+                yield from ((rule, name, step) for step in (-1, 1))
+
+
+@pytest.fixture
+def in_way(monkeypatch):
+    """A function that sets what makes the backward go a way of its own."""
+
+    def go(way):
+        if way == "lists":
+            monkeypatch.setattr(tuning, "by_list", lambda value, *_: value.shape[3] == 1)
+        torch.use_deterministic_algorithms(way == "deterministic", warn_only=True)
+
+    yield go
+    torch.use_deterministic_algorithms(False)
+
+
+def test_every_rule_that_may_be_refined_is_one():
+    assert ASKS.keys() == refined.CHOICES.keys()
+    assert all(callable(getattr(tuning, name)) for name in ASKS)
+
+
+@pytest.mark.parametrize(("rule", "name", "step"), list(moves()))
+def test_what_a_tile_may_be_is_right(rule, name, step, in_way):
+    operator, dtype, way = ASKS[rule]
+    in_way(way)
+    heard = {key: one for key, one in asked(operator, dtype).items() if one.rule == rule}
+    assert heard
+    tiles = {}
+    for key, one in heard.items():
+        values = one.choices[name]
+        at = values.index(one.tile[name]) + step
+        if 0 <= at < len(values):
+            tiles[key] = {**one.tile, name: values[at]}
+    if not tiles:  # the rule gives the first or the last there is
+        return
+    with refined.trying(tiles), launched() as used:
+        verify(operator, inputs(operator, dtype), "triton", expected=exact(operator, dtype))
+    wanted = {k: n for k, n in next(iter(tiles.values())).items() if n is not None}
+    assert any(wanted.items() <= constants.items() for _, constants in used)
+
+
+@pytest.mark.parametrize("id", [id for id in WORKLOADS if "-b8" not in id])
+def test_rules_give_what_a_tile_may_be(id, monkeypatch):
+    """For the problems of models: a search could not leave from elsewhere."""
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
+    problem = workload(id, F32, DEVICE)
+    for dtype in (F32, F16, torch.float64):
+        given = {
+            name: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x
+            for name, x in problem.items()
+        }
+        with refined.listen() as heard:
+            out = run(WORKLOADS[id].operator, given, "triton", grad=False)[0]
+            run(WORKLOADS[id].operator, given, "triton", grad_output=torch.zeros_like(out))
+        assert heard
+        for key, one in heard.items():
+            assert one.allows(one.tile), (key, one)
+
+
+# From the file to a launch
+
+
+def other(one, name="num_warps"):
+    values = one.choices[name]
+    return {**one.tile, name: values[values.index(one.tile[name]) - 1]}
+
+
+def constants(operator=ATTENTION):
+    """Those of each kernel that a fresh process launches."""
+    refined.stored.cache_clear()
+    launch.forget()
+    direct.plans.kept.clear()
+    with launched() as used:
+        run(operator, inputs(operator), "triton", grad=False)
+    return dict(used)
+
+
+def test_a_kept_tile_is_used_where_the_problem_is_the_same(folder):
+    [(key, one)] = [x for x in asked(ATTENTION).items() if x[1].rule == "query_tile"]
+    assert constants()["by_query"]["num_warps"] == one.tile["num_warps"] == 4
+    file = refined.keep(NAME, {key: other(one)})
+    assert file.parent == folder
+    assert constants()["by_query"]["num_warps"] == 2
+    verify(ATTENTION, inputs(ATTENTION), "triton")
+    assert constants("geometric_kernel_attention")["by_query"]["num_warps"] == 4
+    refined.keep(NAME, {key: None})
+    assert constants()["by_query"]["num_warps"] == 4
+
+
+def test_the_short_way_and_the_long_way_ask_for_the_same():
+    """A program that is tuned is observed; one that runs is not."""
+    for operator in DRAW:
+        short = asked(operator)
+        with Watched():
+            assert short.keys() == asked(operator).keys() != set()
+
+
+def test_large_numbers_count_in_powers_of_two():
+    def key(queries, channels=64):
+        with refined.listen() as heard:
+            rule = (tuning.query_tile, channels, queries, 8, 4, F32)
+            refined.refined(torch.device("cpu"), *rule, rows=queries, policy=("unit", "zero"))
+        return next(iter(heard))
+
+    assert key(17821) == key(16385) == key(32768) != key(32769)
+    assert key(300) != key(301)
+    assert key(5, 63) != key(5, 64)
+    assert key(2000) == "query_tile(64, 2^11, 8, 4, float32) rows=2^11 policy=unit-zero"
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [{"num_warps": 3}, {"num_warps": "4"}, {"BQ": 0}, {"BQ": 3}, {"BG": 8}, {"BP": 3}, {"BX": 1},
+     {"BQ": None}, {"BQ": 4.0 + 1e-9}],
+    ids=str,
+)  # fmt: skip
+def test_a_tile_that_may_not_be_is_not_taken(tile):
+    """BG must divide the heads, of which there are 4, and BP the points: 4."""
+    [(key, one)] = [x for x in asked(ATTENTION).items() if x[1].rule == "query_tile"]
+    refined.keep(NAME, {key: {**one.tile, **tile}})
+    used = constants()["by_query"]
+    assert {name: used.get(name) for name in one.tile} == one.tile
+
+
+def test_tiles_of_other_versions_are_not_used(folder, monkeypatch):
+    [(key, one)] = [x for x in asked(ATTENTION).items() if x[1].rule == "query_tile"]
+    file = refined.keep(NAME, {key: other(one)})
+    assert refined.about(NAME) == f"; 1 tiles of {file}"
+    monkeypatch.setattr(refined, "versions", lambda: {"triton": "4.0", "kernels": "0"})
+    assert constants()["by_query"]["num_warps"] == 4
+    assert refined.about(NAME) == f"; {file} has none for these versions"
+    refined.keep(NAME, {"another": one.tile})
+    assert json.loads(file.read_text())["tiles"].keys() == {"another"}
+
+
+def test_what_is_kept_is_added_to_what_was(folder):
+    tile = {"B": 64, "num_warps": 1}
+    file = refined.keep(NAME, {"a": tile, "b": tile})
+    refined.keep(NAME, {"b": None, "c": tile})
+    assert refined.stored(NAME) == {"a": tile, "c": tile}
+    assert list(folder.iterdir()) == [file]  # and no part of one
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"tiles": 3}', '{"versions": 1, "tiles": {}}', "\xff"], ids=str
+)
+def test_a_file_that_is_none_is_said_and_not_used(content, folder):
+    file = refined.path(NAME)
+    folder.mkdir()
+    file.write_bytes(content.encode("latin-1"))
+    if content.startswith('{"versions"'):  # of another version, perhaps
+        assert constants()["by_query"]["num_warps"] == 4
+        return
+    with pytest.warns(UserWarning, match=f"pliant: the tiles in {file} are not used"):
+        assert constants()["by_query"]["num_warps"] == 4
+
+
+def test_tiles_that_are_none_are_said(folder):
+    folder.mkdir()
+    content = {"versions": refined.versions(), "tiles": {"a": 3}}
+    refined.path(NAME).write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="cannot be read: TypeError"):
+        assert refined.stored(NAME) == {}
+
+
+def test_none_are_wanted(monkeypatch):
+    refined.keep(NAME, {"a": {"B": 64}})
+    monkeypatch.setenv("PLIANT_TUNED", "0")
+    refined.stored.cache_clear()
+    assert refined.stored(NAME) == {}
+    with pytest.raises(RuntimeError, match="PLIANT_TUNED=0"):
+        refined.keep(NAME, {"a": None})
+
+
+def test_where_files_lie(monkeypatch):
+    monkeypatch.delenv("PLIANT_TUNED")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert refined.path("NVIDIA H200") == Path("/cache/pliant/tuned/NVIDIA-H200.json")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert refined.path("A (B) C") == Path("/home/me/.cache/pliant/tuned/A-B-C.json")
+
+
+# The search, by a clock of our own: what a call takes is what its tiles say
+
+
+def by_tiles(cost):
+    """`prepare` and `times` of a search in which a call takes what `cost` says of its tiles."""
+
+    def prepare(call):
+        return dict(refined._tried)
+
+    def times(*ready):
+        return [float(sum(map(cost, tiles.values()))) for tiles in ready]
+
+    return {"prepare": prepare, "times": times}
+
+
+def forward_call(operator=ATTENTION):
+    given = inputs(operator)
+    return lambda: run(operator, given, "triton", grad=False)[0]
+
+
+@pytest.fixture
+def observed():
+    with Watched():
+        yield
+
+
+@pytest.mark.usefixtures("observed")
+def test_a_search_finds_what_takes_the_least():
+    found = tune.search(
+        forward_call(), **by_tiles(lambda tile: 100 + abs(tile["BQ"] - 16) + 3 * tile["num_warps"])
+    )
+    [tile] = found.tiles.values()
+    assert (tile["BQ"], tile["num_warps"], tile["BG"], tile["BP"]) == (16, 1, 4, 4)
+    assert (found.before, found.after) == (100 + 8 + 12, 103)
+    assert found.better
+    assert not found.wrong
+    words = tune.describe(found.asked, {k: one.tile for k, one in found.asked.items()}, found.tiles)
+    assert words == "query_tile: BQ 8 -> 16, num_warps 4 -> 1"
+
+
+@pytest.mark.usefixtures("observed")
+def test_two_numbers_that_only_pay_together_are_found():
+    def cost(tile):
+        return 100 - 50 * (tile["BQ"] == 16 and tile["num_warps"] == 8)
+
+    [tile] = tune.search(forward_call(), **by_tiles(cost)).tiles.values()
+    assert (tile["BQ"], tile["num_warps"]) == (16, 8)
+
+
+@pytest.mark.usefixtures("observed")
+def test_what_is_hardly_faster_is_left():
+    found = tune.search(forward_call(), **by_tiles(lambda tile: 100 + 0.1 * tile["num_warps"]))
+    assert found.before == found.after
+    assert not found.better
+    assert found.tiles == {key: one.tile for key, one in found.asked.items()}
+
+
+@pytest.mark.usefixtures("observed")
+def test_a_tile_with_other_results_is_not_taken_and_said():
+    given = forward_call()
+
+    def call():
+        out = given()
+        wrong = any(tile["num_warps"] < 4 for tile in refined._tried.values())
+        return out * (1.01 if wrong else 1)
+
+    found = tune.search(call, **by_tiles(lambda tile: 100 + tile["num_warps"]))
+    assert next(iter(found.tiles.values()))["num_warps"] == 4
+    assert "query_tile: num_warps 4 -> 2" in found.wrong
+
+
+@pytest.mark.usefixtures("observed")
+@pytest.mark.parametrize("kind", ["resources", "compiler", "device"])
+def test_a_tile_that_cannot_run_is_passed_over(kind):
+    given = forward_call()
+    errors = {
+        "resources": triton.OutOfResources(1, 2, "shared memory"),
+        "compiler": RuntimeError("PassManager::run failed"),
+        "device": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    }
+
+    def call():
+        if any(tile["num_warps"] == 2 for tile in refined._tried.values()):
+            raise errors[kind]
+        return given()
+
+    clock = by_tiles(lambda tile: 100 + tile["num_warps"])
+    if kind == "device":
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            tune.search(call, **clock)
+    else:
+        found = tune.search(call, **clock)
+        assert next(iter(found.tiles.values()))["num_warps"] == 4
+    assert not refined._tried
+
+
+@pytest.mark.usefixtures("observed")
+def test_nothing_is_searched_where_no_tile_is_asked_for():
+    given = inputs(ATTENTION)
+    assert tune.search(lambda: run(ATTENTION, given, "reference", grad=False)[0]) is None
+
+
+# A program
+
+
+class OnCPU:
+    """Enough of torch.cuda for what is measured by a clock of our own."""
+
+    Stream = current_stream = lambda *_: OnCPU()
+    device = stream = lambda *_: contextlib.nullcontext()
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    """One whose problems are on any device, and tiles differ in their warps alone."""
+    only = dict.fromkeys(("query_tile", "backward_tile"), lambda *_: refined.WARPS)
+    monkeypatch.setattr(refined, "CHOICES", only)
+    monkeypatch.setattr(tune, "_tunable", lambda args: True)
+    for name in ("Stream", "current_stream", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(OnCPU, name))
+    clock = by_tiles(lambda tile: 100 + 10 * tile["num_warps"])
+    return tune.Tuner(functools.partial(tune.search, **clock))
+
+
+@pytest.mark.skipif(GPU, reason="the GPU is there itself")
+def test_a_program_is_tuned_forward_and_backward(tuner, capsys, folder):
+    given = inputs(ATTENTION)
+    for _ in range(2):
+        with tuner:
+            verify(ATTENTION, given, "triton")
+    names = sorted(problem[0]._schema.name for problem in tuner.seen if problem[-1] != "reference")
+    assert "pliant::sample_sum" in names
+    assert "pliant::sample_sum_backward" in names
+    assert tuner.refined == 1
+    assert tuner.wrong == 0
+    said = capsys.readouterr().err
+    assert said.count("pliant tune: sample_sum ") == 1
+    assert "pliant tune:   query_tile: num_warps 4 -> 1" in said
+    kept = json.loads(refined.path(NAME).read_text())["tiles"]
+    warps = {key.split("(")[0]: tile["num_warps"] for key, tile in kept.items()}
+    assert warps == {"query_tile": 1}  # that of the backward had one warp before
+    assert constants()["by_query"]["num_warps"] == 1  # in a process that only runs it
+    verify(ATTENTION, given, "triton")
+
+
+@pytest.mark.skipif(GPU, reason="the GPU is there itself")
+def test_what_is_no_longer_better_is_dropped(tuner):
+    [(key, one)] = [x for x in asked(ATTENTION).items() if x[1].rule == "query_tile"]
+    refined.keep(NAME, {key: {**one.tile, "num_warps": 8}})
+    tuner.search = functools.partial(tune.search, **by_tiles(lambda tile: 100))
+    with tuner:
+        run(ATTENTION, inputs(ATTENTION), "triton", grad=False)
+    assert refined.stored(NAME) == {}
+
+
+def test_only_memory_of_a_gpu_is_tuned():
+    assert not tune._tunable([torch.zeros(1), 3])
+    assert tune._tunable([torch.zeros(1, device="cuda"), 3]) if GPU else True
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ([], "either a script or --case is needed"),
+        (["--case", "dance"], "--case must be one of detr-enc-b1, "),
+        (["no-such-file.py"], "no-such-file.py is not a file"),
+        (["--dtype", "float16", __file__], "either a script or --case is needed"),
+        (["--case", "msda-doc", __file__], "either a script or --case is needed"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(argv, why, capsys):
+    assert cli.main(["tune", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"pliant tune: {why}")
+
+
+def test_nothing_is_measured_in_the_interpreter(capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRET", True)
+    assert cli.main(["tune", "--case", "msda-doc"]) == 2
+    assert "there is no GPU to measure on" in capsys.readouterr().err
+
+
+def test_nothing_is_measured_for_nobody(capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "missing", list)
+    monkeypatch.setenv("PLIANT_TUNED", "0")
+    assert cli.main(["tune", "--case", "msda-doc"]) == 2
+    assert "PLIANT_TUNED=0" in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys
+import torch, pliant
+
+assert __name__ == "__main__" and sys.argv[1:] == ["--epochs", "1", "--", "x"], sys.argv
+value = torch.randn(2, 20, 2, 16, device="cuda", requires_grad=True)
+loc = torch.rand(2, 70, 2, 1, 4, 2, device="cuda", requires_grad=True)
+weight = torch.rand(2, 70, 2, 1, 4, device="cuda", requires_grad=True)
+for _ in range(2):
+    pliant.multi_scale_deformable_attn(value, [(4, 5)], None, loc, weight).sum().backward()
+print("done")
+"""
+
+
+@gpu_only
+@pytest.mark.slow
+def test_a_script_is_tuned(tmp_path, folder):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "pliant", "tune", str(script), "--epochs", "1", "--", "x"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if " sample_sum [2, 20, 2, 1, 16] torch.float32: " in line]
+    assert [line for line in lines if " sample_sum_backward [2, 70, 2, 1, 16] " in line]
+    assert f" of 2 problems refined, kept in {refined.path(NAME)}" in lines[-1]
+    assert refined.path(NAME).is_file()
+    command = [sys.executable, str(script), "--epochs", "1", "--", "x"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "done\n"
