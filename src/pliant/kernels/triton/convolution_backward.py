@@ -141,12 +141,13 @@ def collect(
 
     Those are `count` rows of the columns from `first` on.
     """
+    BLOCKS: tl.constexpr = (CD + BC - 1) // BC
     g = tl.program_id(1)
-    c = tl.program_id(2) * BC + tl.arange(0, BC)
+    c = tl.program_id(0) % BLOCKS * BC + tl.arange(0, BC)
     counts = c < CD
     c += g * CD
     columns += (c // CG).to(ROW) * (count.to(ROW) * CG) + c % CG
-    begin = tl.program_id(0).to(ROW) * BP
+    begin = (tl.program_id(0) // BLOCKS).to(ROW) * BP
     for p in range(begin, tl.minimum(begin + BP, pixels)):
         pixel = start + p
         n = pixel // (H.to(ROW) * W)
@@ -202,13 +203,15 @@ def differentiate(
     The `columns` may take the place of `grad_columns`.
     """
     BLOCKS: tl.constexpr = (RUN + BC - 1) // BC
-    k = tl.program_id(1)
-    g = tl.program_id(2)
-    local = tl.program_id(0) % tl.cdiv(part, BM) * BM + tl.arange(0, BM)
+    # Taps before positions: those of one position share pixels, and a stretch of the columns.
+    k = tl.program_id(0) % K
+    block = tl.program_id(0) // K
+    g = tl.program_id(1)
+    local = block % tl.cdiv(part, BM) * BM + tl.arange(0, BM)
     live = local < part
     local = tl.minimum(local, part - 1)
     q = first + local
-    item = tl.program_id(0) // tl.cdiv(part, BM)
+    item = block // tl.cdiv(part, BM)
     n = (image + item).to(tl.int64)
     line = ((item * part + local) * K + k).to(ROW)  # of the columns
     row, fx, fy, m00, m01, m10, m11, a = tap(
@@ -788,7 +791,7 @@ def _collect(
     tile = refined(input.device, *rule, taps=k, positions=problem.positions)
     return Launch(
         collect,
-        (triton.cdiv(pixels, tile["BP"]), problem.groups, triton.cdiv(sizes["CD"], tile["BC"])),
+        (triton.cdiv(pixels, tile["BP"]) * triton.cdiv(sizes["CD"], tile["BC"]), problem.groups),
         ((chunk.image * problem.positions + chunk.first) * k, chunk.rows * k, pixels,
          chunk.image * h * w, h, w, problem.groups),
         C=sizes["C"], CG=sizes["CG"], CD=sizes["CD"], ADD=chunk.first > 0,
@@ -804,7 +807,7 @@ def _differentiate(
     tile = refined(problem.device, *rule, rows=chunk.rows, to_weight=to_weight, **about)
     blocks = triton.cdiv(chunk.part, tile["BM"]) * chunk.images
     return Launch(
-        differentiate, (blocks, problem.constants["K"], problem.groups),
+        differentiate, (blocks * problem.constants["K"], problem.groups),
         (chunk.first, chunk.part, chunk.image, chunk.rows, *problem.size[2:], problem.width,
          *offset.strides, *modulation.strides, *offset.grad_strides, *modulation.grad_strides),
         **{name: sizes[name] for name in ("C", "CG", "CD", "RUN")}, **problem.constants,

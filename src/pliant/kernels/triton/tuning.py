@@ -278,11 +278,13 @@ def settle_tile(channels: int, outputs: int) -> dict[str, int]:
 
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
     """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
-    need no second block of channels, four times as many.
+    need no second block of channels, four times as many. With more blocks, as many programs at a
+    time as a multiprocessor takes.
     """
     bc = min(triton.next_power_of_2(channels), 128 // element)
     positions = 2048 // (bc * element) * (4 if channels <= bc else 1)
-    return {"BM": min(positions, 128), "BC": bc, "num_warps": 4}
+    tile = {"BM": min(positions, 128), "BC": bc, "num_warps": 4}
+    return tile if channels <= bc or element > 4 else {**tile, "maxnreg": 64}
 
 
 def collect_tile(channels: int, element: int, pixels: int, device: torch.device) -> dict[str, int]:
