@@ -9,7 +9,8 @@ kernels/triton/refined.py); results differ in their last bits at most, as sums h
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,16 +50,19 @@ class Found(NamedTuple):
 
 def search(
     call: Callable[[], Any],
+    settled: Collection[str] = (),
     prepare: Callable[[Callable[[], Any]], Any] = Replay,
     times: Callable[..., list[float]] = replayed,
 ) -> Found | None:
-    """The best tiles for `call`, an operator; None if it asks for none.
+    """The best tiles for `call`, an operator; None if it asks for none but those that are settled.
 
     `times` says what each of the calls takes that `prepare` has made ready.
     """
-    with refined.listen() as asked:
+    with refined.listen() as heard:
         launch.forget()
         call()
+    new = heard.keys() - settled
+    asked = {key: one for key, one in heard.items() if key in new and one.allows(one.tile)}
     if not asked:
         return None
     own = {key: one.tile for key, one in asked.items()}
@@ -69,6 +73,7 @@ def search(
         """None if it cannot run so."""
         with refined.trying(tiles):
             launch.forget()
+            _spoil(expected)
             try:
                 got = _tensors(call())
                 if not expected:
@@ -91,6 +96,8 @@ def search(
             tried, candidates = [own[key]], _neighbours(one, own[key])
             while (tile := next((t for t in candidates if t not in tried), None)) is not None:
                 tried.append(tile)
+                if not one.allows(tile):
+                    continue
                 candidate = ready({**best, key: tile})
                 if candidate is None:
                     continue
@@ -129,6 +136,11 @@ def _tensors(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else list(results)
 
 
+def _spoil(likes: Sequence[Tensor]) -> None:
+    """Fill the memory that results of these forms will get: what a tile leaves out is to show."""
+    _ = [torch.full_like(x, torch.nan) for x in likes]
+
+
 def _same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether both can be the same result: each has an error budget of its own."""
     both = zip(got, expected, strict=True)
@@ -150,13 +162,20 @@ def describe(asked: dict[str, Asked], before: Tiles, after: Tiles) -> str:
 
 
 class Tuner(TorchDispatchMode):
-    """Refines the problems that it sees, each once."""
+    """Refines the problems that it sees, each once; and of those that share a tile, the first."""
 
     def __init__(self, search: Callable[..., Found | None] = search) -> None:
         super().__init__()
         self.search = search
         self.seen: set[Any] = set()
+        self.settled: set[str] = set()
         self.refined = self.wrong = 0
+        self.one_at_a_time = threading.Lock()  # autograd has a thread for each device
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled programs are compiled all the same, and call our operators."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -166,21 +185,22 @@ class Tuner(TorchDispatchMode):
             problem = (func, *map(_signature, args))
             if problem not in self.seen and _tunable(args):
                 self.seen.add(problem)
-                self._refine(func, args, call)
+                with self.one_at_a_time:
+                    self._refine(func, args, call)
         return call()
 
     def _refine(self, func: Any, args: Sequence[Any], call: Callable[[], Any]) -> None:
         value = next(x for x in args if isinstance(x, Tensor))
-        with torch.cuda.device(value.device), torch.no_grad():
-            side, before = torch.cuda.Stream(), torch.cuda.current_stream()
-            side.wait_stream(before)
-            with torch.cuda.stream(side):
-                found = self.search(call)
-            before.wait_stream(side)
+        what = f"{func._schema.name.removeprefix('pliant::')} {list(value.shape)} {value.dtype}"
+        try:
+            found = self._searched(value, call)
+        except torch.OutOfMemoryError:
+            tell(f"{what}: passed over, since the search itself would need more memory")
+            return
         if found is None:
             return
-        what = f"{func._schema.name.removeprefix('pliant::')} {list(value.shape)} {value.dtype}"
         tell(f"{what}: {found.before:.1f} us by rule, {found.after:.1f} us at best")
+        self.settled |= found.asked.keys()
         own = {key: one.tile for key, one in found.asked.items()}
         kept: dict[str, Tile | None] = dict.fromkeys(own)
         if found.better:
@@ -191,6 +211,16 @@ class Tuner(TorchDispatchMode):
         for tile in found.wrong:
             tell(f"  WRONG RESULTS, please report: {tile}")
         self.wrong += len(found.wrong)
+
+    def _searched(self, value: Tensor, call: Callable[[], Any]) -> Found | None:
+        """On a stream of its own, since none but such a one can be captured."""
+        with torch.cuda.device(value.device), torch.no_grad():
+            side, before = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(before)
+            with torch.cuda.stream(side):
+                found = self.search(call, self.settled)
+            before.wait_stream(side)
+        return found
 
 
 def _signature(x: Any) -> Any:
@@ -215,6 +245,11 @@ def run(
     program: Path | None, argv: Sequence[str], cases: Sequence[str], dtypes: Sequence[str]
 ) -> int:
     """Refine what a program, or the named workloads, ask for; the exit status."""
+    try:
+        file = refined.keep(torch.cuda.get_device_name(), {})
+    except OSError as error:
+        tell(f"nothing can be kept: {error}")
+        return 2
     tuner = Tuner()
     try:
         if program is not None:
@@ -225,7 +260,6 @@ def run(
             with tuner:
                 _workload(case, getattr(torch, dtype))
     finally:
-        file = refined.path(torch.cuda.get_device_name())
         tell(f"{tuner.refined} of {len(tuner.seen)} problems refined, kept in {file}")
     return 1 if tuner.wrong else 0
 

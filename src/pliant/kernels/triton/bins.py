@@ -318,14 +318,16 @@ def _grad_value(
     # Where cameras skip what they do not see, one of them sees a point.
     seen = samples // (sizes["V"] if options["SKIP"] else 1)
     corners = (1 if options["NEAREST"] else 4) * seen // s
-    rule = (tuning.bins_tile, k * d, sizes["V"] * sizes["R"], corners)
-    piece = refined(out.device, *rule, groups=k, rows=pairs * s, dtype=out.dtype)
-    run(
-        (grad, weight, shapes, starts, bounds, entries, out), (collect, *key),
-        lambda: Launch(
+
+    def collecting() -> Launch:
+        rule = (tuning.bins_tile, k * d, sizes["V"] * sizes["R"], corners)
+        about = {"groups": k, "rows": pairs * s, "dtype": out.dtype}
+        piece = refined(out.device, *rule, **about, nearest=options["NEAREST"])
+        return Launch(
             collect, (pairs * s, triton.cdiv(k * d, piece["BC"])),
             (first, s, g, *grad.stride()[:3], *weight.stride(), *out.stride()[:3]),
             g_k=grad.stride(3), g_d=grad.stride(4), gv_k=out.stride(3), gv_d=out.stride(4),
             **sizes, K=k, D=d, NEAREST=options["NEAREST"], ACC=options["ACC"], **piece,
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
+
+    run((grad, weight, shapes, starts, bounds, entries, out), (collect, *key), collecting)

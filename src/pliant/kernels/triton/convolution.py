@@ -427,8 +427,9 @@ class Convolution:
         how, outputs = (exact, input.dtype), sizes["COG"]
         rule = (tuning.forward_tile, outputs, sizes["RUN"], *how)
         tile = refined(
-            input.device, *rule, images=n, positions=q, channels=cg, groups=c // cg, taps=kh * kw
-        )
+            input.device, *rule, images=n, positions=q, channels=cg, groups=c // cg, taps=kh * kw,
+            modulated=mask is not None,
+        )  # fmt: skip
         splits = tuning.forward_splits(tile, n, q, kh * kw, sizes, *how, input.device)
         blocks = triton.cdiv(q, tile["BM"]) * n * (c // cg) * triton.cdiv(outputs, tile["BN"])
         end = {"BIAS": bias is not None, "LAST": last}
@@ -508,7 +509,8 @@ def _resample(
     (_, c, h, w), (n, _, lines, width), constants = input.shape, out.shape, geometry.constants()
     per_group = c * 2 * constants["K"] // offset.shape[1]
     rule = (tuning.columns_tile, width, per_group, input.element_size())
-    tile = refined(input.device, *rule, lines=n * lines, channels=c, taps=constants["K"])
+    about = {"lines": n * lines, "channels": c, "taps": constants["K"]}
+    tile = refined(input.device, *rule, **about, modulated=mask is not None)
     align = alignment(width)
     shifts, given = offset.flatten(2), (offset if mask is None else mask).flatten(2)
     return Launch(

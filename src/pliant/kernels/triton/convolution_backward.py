@@ -411,7 +411,7 @@ class Problem(NamedTuple):
     def about(self) -> dict[str, Any]:
         """What tells it from others where `refined` tiles are looked up."""
         sizes = {"channels": self.sizes["C"], "taps": self.constants["K"]}
-        return {**sizes, "deformed": self.groups, "element": self.element}
+        return {**sizes, "deformed": self.groups, "modulated": self.modulated}
 
 
 class Step(NamedTuple):
@@ -804,7 +804,8 @@ def _differentiate(
 ) -> Launch:
     sizes, offset, modulation = problem.sizes, problem.offset, problem.modulation
     rule, about = (tuning.differentiate_tile, sizes["RUN"], problem.element), problem.about
-    tile = refined(problem.device, *rule, rows=chunk.rows, to_weight=to_weight, **about)
+    wanted = (to_offset, to_mask, to_weight)
+    tile = refined(problem.device, *rule, rows=chunk.rows, wanted=wanted, **about)
     blocks = triton.cdiv(chunk.part, tile["BM"]) * chunk.images
     return Launch(
         differentiate, (blocks * problem.constants["K"], problem.groups),

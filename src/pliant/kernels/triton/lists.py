@@ -141,7 +141,7 @@ def grad_value(
     q, pairs = loc.shape[1], n * g
     samples = loc[0, :, 0].numel() // 2 * shapes.shape[1]  # of a pair of item and group
     most = pairs * samples * (1 if options["NEAREST"] else 2)
-    about = {"pairs": pairs, "rows": s, "samples": samples, "dtype": out.dtype}
+    about = {"pairs": pairs, "rows": s, "samples": samples, "nearest": options["NEAREST"]}
     block = refined(shapes.device, tuning.enter_tile, **about)
     tile = refined(shapes.device, tuning.list_tile, d, **about)
     chain = Launch(

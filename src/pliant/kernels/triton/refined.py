@@ -11,19 +11,24 @@ numbers that the kernels allow.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
+import logging
+import math
 import os
 import re
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+log = logging.getLogger("pliant")
 Tile = dict[str, int | None]  # None for a number that is left to the compiler
 
 # What a tile may be
@@ -34,8 +39,8 @@ def powers(least: int, most: int) -> list[int | None]:
     return [1 << i for i in range(most.bit_length()) if least <= 1 << i <= most]
 
 
-def _divisors(n: int, most: int) -> list[int | None]:
-    return [i for i in range(1, most + 1) if n % i == 0]
+def _divisors(n: int, among: Iterable[int | None]) -> list[int | None]:
+    return [i for i in among if i and n % i == 0]
 
 
 WARPS = {"num_warps": powers(1, 8)}
@@ -46,8 +51,8 @@ PRODUCT = {**LAUNCH, "num_stages": [1, 2, 3, 4]}
 # What is not named is not refined.
 CHOICES: dict[str, Callable[..., dict[str, list[int | None]]]] = {
     "query_tile": lambda channels, queries, groups, points, dtype: {
-        "BQ": powers(1, 512), "BG": [i for i in _divisors(groups, 8) if i in powers(1, 8)],
-        "BP": _divisors(points, 8), **LAUNCH,
+        "BQ": powers(1, 1024), "BG": _divisors(groups, powers(1, 128)),
+        "BP": _divisors(points, range(1, 9)), **LAUNCH,
     },
     "point_tile": lambda *_: {"BP": powers(1, 64), "BC": powers(1, 256), **LAUNCH},
     "backward_tile": lambda *_: {"BQ": powers(1, 16), "BJ": powers(1, 512), **LAUNCH},
@@ -68,6 +73,10 @@ CHOICES: dict[str, Callable[..., dict[str, list[int | None]]]] = {
     },
 }  # fmt: skip
 
+# Tiles that must have a number for each thread. A thread that repeats another's work would read
+# where that has written already, or enter a sample twice.
+OWN = {"differentiate_tile": ("BM", "BC"), "enter_tile": ("B",)}
+
 
 class Asked(NamedTuple):
     """What a launch asked for: the tile of the rule, and what else it may be."""
@@ -78,7 +87,12 @@ class Asked(NamedTuple):
 
     def allows(self, tile: Mapping[str, Any]) -> bool:
         allowed = self.choices
-        return tile.keys() == allowed.keys() and all(tile[k] in allowed[k] for k in allowed)
+        if tile.keys() != allowed.keys():
+            return False
+        if any(type(n) not in (int, type(None)) or n not in allowed[k] for k, n in tile.items()):
+            return False
+        own = OWN.get(self.rule, ())
+        return not own or math.prod(tile[name] for name in own) >= 32 * tile["num_warps"]
 
 
 # From a rule to a launch
@@ -88,7 +102,7 @@ _tried: dict[str, Tile] = {}
 
 
 def refined(
-    device: torch.device, rule: Callable[..., dict[str, int]], *args: Any, **about: Any
+    device: torch.device, rule: Callable[..., dict[str, int]], /, *args: Any, **about: Any
 ) -> dict[str, int]:
     """The tile that `rule` gives for `args`, or a better one for a problem that is like this."""
     tile, choices = rule(*args), CHOICES.get(rule.__name__)
@@ -124,7 +138,7 @@ def listen() -> Iterator[dict[str, Asked]]:
     try:
         yield heard
     finally:
-        _listening.remove(heard)
+        _listening[:] = [other for other in _listening if other is not heard]
 
 
 @contextlib.contextmanager
@@ -148,7 +162,7 @@ def folder() -> Path | None:
     if where == "0":
         return None
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(where or os.path.join(cache, "pliant", "tuned"))
+    return Path(os.path.expanduser(where or os.path.join(cache, "pliant", "tuned")))
 
 
 def path(device: str) -> Path | None:
@@ -173,13 +187,20 @@ def versions() -> dict[str, str]:
 def stored(device: str) -> dict[str, Tile]:
     """The tiles in the file of this model of GPU, if they were measured with these versions."""
     file = path(device)
-    if file is None or not file.is_file():
+    if file is None:
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:  # a cache that is somebody else's
+        log.debug("no tiles of pliant tune: %s", error)
+        return {}
+    try:
+        content = json.loads(content)
         tiles = content["tiles"] if content["versions"] == versions() else {}
         return {str(key): dict(tile) for key, tile in tiles.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = f"it cannot be read: {type(error).__name__}: {error}"
         warnings.warn(f"pliant: the tiles in {file} are not used, {why}", stacklevel=2)
         return {}
@@ -187,10 +208,9 @@ def stored(device: str) -> dict[str, Tile]:
 
 def about(device: str) -> str:
     """For `pliant info`: what is used of the file; nothing where there is none."""
-    file = path(device)
-    if file is None or not file.is_file():
+    file, tiles = path(device), len(stored(device))
+    if file is None or not (tiles or os.path.exists(file)):
         return ""
-    tiles = len(stored(device))
     return f"; {tiles} tiles of {file}" if tiles else f"; {file} has none for these versions"
 
 
@@ -199,16 +219,19 @@ def keep(device: str, tiles: Mapping[str, Tile | None]) -> Path:
     file = path(device)
     if file is None:
         raise RuntimeError("pliant tune: PLIANT_TUNED=0 says that no tiles are wanted")
-    stored.cache_clear()
-    known = {**stored(device), **tiles}
-    content = {
-        "device": device,
-        "versions": versions(),
-        "tiles": {key: tile for key, tile in sorted(known.items()) if tile is not None},
-    }
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)  # readers see the old file or the new one
-    stored.cache_clear()
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # what others keep meanwhile is kept as well
+        stored.cache_clear()
+        known = {**stored(device), **tiles}
+        content = {
+            "device": device,
+            "versions": versions(),
+            "tiles": {key: tile for key, tile in sorted(known.items()) if tile is not None},
+        }
+        handle, part = tempfile.mkstemp(dir=file.parent)
+        with open(handle, "w", encoding="utf-8") as written:
+            written.write(json.dumps(content, indent=1) + "\n")
+        os.replace(part, file)  # readers see the old file or the new one
+        stored.cache_clear()
     return file

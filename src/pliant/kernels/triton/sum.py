@@ -131,7 +131,8 @@ def _launch(
     }  # fmt: skip
     if _by_query(k, policy):
         rule = (tuning.query_tile, d, q, g, points, value.dtype)
-        tile = refined(shapes.device, *rule, items=n, views=views, rows=s, policy=policy)
+        about = {"items": n, "views": views, "rows": s, "policy": policy, "positions": loc.dtype}
+        tile = refined(shapes.device, *rule, **about)
         share = tuning.shared(tile, value, loc, weight, policy) if constants["PAIR"] else 0
         return Launch(
             forward.by_query,
@@ -144,7 +145,8 @@ def _launch(
         )  # fmt: skip
     tile = refined(
         shapes.device, tuning.point_tile, k * d, points,
-        dtype=value.dtype, items=n, queries=q, views=views, scales=scales, policy=policy,
+        dtype=value.dtype, items=n, queries=q, groups=g, split=k, views=views, scales=scales,
+        rows=s, policy=policy,
     )  # fmt: skip
     return Launch(
         forward.by_point,
@@ -382,7 +384,8 @@ def _launch_backward(
     places = points if skip else views * points
     early = wanted[0] and tuning.early(shapes.device)
     rule = (tuning.backward_tile, n * q * g, k, d, places, policy, value.dtype, wanted[0])
-    tile = refined(shapes.device, *rule, views=views, scales=shapes.shape[1], wanted=wanted)
+    about = {"views": views, "scales": shapes.shape[1], "rows": s, "wanted": wanted}
+    tile = refined(shapes.device, *rule, **about)
     operands = (grad, value, loc, weight, grad_value, grad_loc, grad_weight)
     return Launch(
         backward.by_point,
