@@ -197,7 +197,8 @@ def problems(
     if not positions.is_floating_point():
         values = [torch.iinfo(positions.dtype).min, torch.iinfo(positions.dtype).max]
     for i, x in enumerate(values):
-        positions.view(-1)[i :: 2 * len(values)] = x
+        # Rounded first: some of them are infinite in half precision.
+        positions.view(-1)[i :: 2 * len(values)] = torch.tensor(x).to(positions.dtype)
     inputs[POSITIONS[case.operator]] = positions
     out, _ = run(case.operator, inputs, "triton", grad=False)
     grad = torch.ones_like(out, memory_format=torch.contiguous_format)
@@ -268,11 +269,15 @@ def _other(rule: str) -> Callable[..., dict[str, int]]:
 
     def other(*args: Any) -> dict[str, int]:
         tile, choices = own(*args), choose(*args)
-        for name, step in (("num_warps", 1), *((name, -1) for name in tile if name[0] == "B")):
+        asked = refined.Asked(rule, {}, choices)
+        steps = (("num_warps", 1), *((name, -1) for name in tile if name[0] == "B"))
+        for name, step in steps:
             values = choices.get(name, [])
             at = values.index(tile[name]) + step if tile[name] in values else -1
             if 0 <= at < len(values):
-                tile[name] = values[at]
+                moved = {**tile, name: values[at]}
+                if asked.allows({key: moved.get(key) for key in choices}):
+                    tile = moved
         return tile
 
     return other

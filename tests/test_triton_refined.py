@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pliant
@@ -290,6 +291,19 @@ def test_tiles_of_other_versions_are_not_used(folder, monkeypatch):
     assert json.loads(file.read_text())["tiles"].keys() == {"another"}
 
 
+def test_others_may_read_what_is_kept(folder, monkeypatch):
+    before = os.umask(0o022)
+    try:
+        file = refined.keep(NAME, {"a": {"B": 64}})
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o644
+    monkeypatch.setattr(refined, "versions", lambda: {"triton": "4.0", "kernels": "0"})
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    refined.stored.cache_clear()
+    assert refined.about(NAME) == f"; {file} cannot be read"
+
+
 def test_what_is_kept_is_added_to_what_was(folder):
     tile = {"B": 64, "num_warps": 1}
     refined.keep(NAME, {"a": tile, "b": tile})
@@ -407,6 +421,43 @@ def test_a_search_finds_what_takes_the_least():
 
 
 @pytest.mark.usefixtures("observed")
+def test_every_tile_is_launched_while_it_is_measured():
+    """What was worked out for another tile is forgotten, before the search and after it."""
+    call, seen = forward_call(), []
+    call()
+
+    def prepare(again):
+        [tile] = refined._tried.values()
+        with launched() as used:
+            again()
+        assert used == []  # it was worked out before
+        seen.append(tile["num_warps"])
+        return dict(refined._tried)
+
+    clock = by_tiles(lambda tile: 100 + tile["num_warps"])
+    with launched() as used:
+        tune.search(call, **{**clock, "prepare": prepare})
+    warps = [constants["num_warps"] for name, constants in used if name == "by_query"]
+    assert warps == [4, *seen]  # that of the rule, which was asked first
+    with launched() as used:
+        call()
+    assert [c["num_warps"] for name, c in used if name == "by_query"] == [4]
+
+
+@pytest.mark.usefixtures("observed")
+def test_results_are_written_to_memory_that_is_spoilt(monkeypatch):
+    events, given = [], forward_call()
+    monkeypatch.setattr(tune, "_spoil", lambda likes: events.append(len(likes)))
+
+    def call():
+        events.append("call")
+        return given()
+
+    tune.search(call, **by_tiles(lambda tile: 100))
+    assert events[:5] == ["call", 0, "call", 1, "call"]
+
+
+@pytest.mark.usefixtures("observed")
 def test_two_numbers_that_only_pay_together_are_found():
     def cost(tile):
         return 100 - 50 * (tile["BQ"] == 16 and tile["num_warps"] == 8)
@@ -435,6 +486,36 @@ def test_a_tile_with_other_results_is_not_taken_and_said():
     found = tune.search(call, **by_tiles(lambda tile: 100 + tile["num_warps"]))
     assert next(iter(found.tiles.values()))["num_warps"] == 4
     assert "query_tile: num_warps 4 -> 2" in found.wrong
+
+
+@pytest.mark.usefixtures("observed")
+def test_without_the_tile_of_the_rule_there_is_nothing_to_compare_with():
+    given = forward_call()
+
+    def call():
+        if refined._tried:
+            raise triton.OutOfResources(1, 2, "registers")
+        return given()
+
+    assert tune.search(call, **by_tiles(lambda tile: 100)) is None
+
+
+@pytest.mark.usefixtures("observed")
+def test_registers_are_all_tried():
+    monotone = [64, 72, 80, 96, 128, 168, 224, None]
+    found = tune.search(
+        forward_call(), **by_tiles(lambda tile: 100 - 50 * (tile["maxnreg"] == monotone[5]))
+    )
+    assert [tile["maxnreg"] for tile in found.tiles.values()] == [168]
+
+
+def test_the_compiler_prints_nothing_into_what_a_script_prints(capsys):
+    say = "print('PTX')"
+    with tune._silent_compiler():
+        exec(say, vars(tune.compiler))
+    assert capsys.readouterr().out == ""
+    exec(say, vars(tune.compiler))
+    assert capsys.readouterr().out == "PTX\n"
 
 
 def test_memory_that_results_will_get_is_spoilt(monkeypatch):
@@ -498,6 +579,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune, "_tunable", lambda args: True)
     for name in ("Stream", "current_stream", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(OnCPU, name))
+    tune._side_stream.cache_clear()
     clock = by_tiles(lambda tile: 100 + 10 * tile["num_warps"])
     return tune.Tuner(functools.partial(tune.search, **clock))
 
@@ -548,15 +630,35 @@ def test_problems_that_share_a_tile_are_searched_once(tuner, capsys):
 
 
 @pytest.mark.skipif(GPU, reason="the GPU is there itself")
-def test_a_search_that_runs_out_of_memory_is_given_up(tuner, capsys):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["pytorch", "triton", "cublas"],
+)
+def test_a_search_that_runs_out_of_memory_is_given_up(error, tuner, capsys):
     def search(*_):
-        raise torch.OutOfMemoryError
+        raise error
 
     tuner.search, given = search, inputs(ATTENTION)
     with tuner:
         out = run(ATTENTION, given, "triton", grad=False)[0]
     assert "passed over" in capsys.readouterr().err
     torch.testing.assert_close(out, run(ATTENTION, given, "triton", grad=False)[0])
+
+
+@pytest.mark.skipif(GPU, reason="the GPU is there itself")
+def test_what_cannot_be_kept_is_said(tuner, capsys, monkeypatch):
+    def keep(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(refined, "keep", keep)
+    with tuner:
+        run(ATTENTION, inputs(ATTENTION), "triton", grad=False)
+    assert "pliant tune:   not kept: No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(GPU, reason="the GPU is there itself")
@@ -570,6 +672,43 @@ def test_compiled_programs_are_compiled_and_seen(tuner):
         out = compiled(**given)
     assert len(tuner.seen) == 1
     torch.testing.assert_close(out, run(ATTENTION, given, "triton", grad=False)[0])
+
+
+def test_a_program_goes_on_as_it_would_by_itself():
+    """With branches of PyTorch's own, and traced for sizes that are left open."""
+    x = torch.arange(3.0)
+
+    def attend(value, loc, weight):
+        return pliant.multi_scale_deformable_attn(value, [(3, 4)], None, loc, weight, impl="triton")
+
+    operands = torch.rand(1, 12, 2, 4), torch.rand(1, 5, 2, 1, 3, 2), torch.rand(1, 5, 2, 1, 3)
+    operands = [operand.to(DEVICE) for operand in operands]
+    with tune.Tuner():
+        both = torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+        traced = make_fx(attend, tracing_mode="symbolic")(*operands)
+    torch.testing.assert_close(both, x + 1)
+    assert "pliant" in traced.code
+
+
+EXITS = "import sys; sys.exit({status})"
+
+
+@pytest.mark.parametrize(("status", "wrong", "ends"), [(0, 1, 1), (0, 0, 0), (3, 1, 3)])
+def test_a_script_that_exits_does_not_hide_wrong_results(
+    status, wrong, ends, tmp_path, monkeypatch, capsys
+):
+    script = tmp_path / "train.py"
+    script.write_text(EXITS.format(status=status))
+    made = tune.Tuner()
+    made.wrong = wrong
+    monkeypatch.setattr(tune, "Tuner", lambda: made)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: NAME)
+    try:
+        got = tune.run(script, [], [], [])
+    except SystemExit as end:
+        got = end.code
+    assert got == ends
+    assert capsys.readouterr().err.startswith("pliant tune: 0 of 0 problems refined")
 
 
 def test_only_memory_of_a_gpu_is_tuned():
@@ -587,7 +726,8 @@ def test_only_memory_of_a_gpu_is_tuned():
         ([], "either a script or --case is needed"),
         (["--case", "dance"], "--case must be one of detr-enc-b1, "),
         (["no-such-file.py"], "no-such-file.py is not a file"),
-        (["--dtype", "float16", __file__], "either a script or --case is needed"),
+        (["--dtype", "float16"], "either a script or --case is needed"),
+        (["--dtype", "float16", __file__], "--dtype goes with --case"),
         (["--case", "msda-doc", __file__], "either a script or --case is needed"),
     ],
 )

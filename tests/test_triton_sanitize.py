@@ -15,7 +15,7 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 import sanitize  # noqa: E402
 
-from pliant.kernels.triton import bins, launch, lists, tuning  # noqa: E402
+from pliant.kernels.triton import bins, launch, lists, refined, tuning  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 
@@ -47,6 +47,17 @@ def test_products_in_memory_that_was_written_are_the_same():
         with sanitize.mode("chunks", written):
             results.append(run(case.operator, case.make(torch.float32, DEVICE, 0), "triton"))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("channels", [16, 64, 70, 256])
+@pytest.mark.parametrize("element", [2, 4, 8])
+def test_refined_tiles_are_such_as_may_be_found(channels, element):
+    """With warps that have work of their own, above all."""
+    rules = {"differentiate_tile": (channels, element), "enter_tile": (), "list_tile": (channels,)}
+    for name, args in rules.items():
+        choices, tile = refined.CHOICES[name](*args), sanitize._other(name)(*args)
+        assert tile != getattr(tuning, name)(*args)
+        assert refined.Asked(name, {}, choices).allows({key: tile.get(key) for key in choices})
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

@@ -135,8 +135,10 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     cases, program = arguments.case or [], arguments.script
     problem = None
-    if bool(cases or arguments.dtype) == (program is not None):
+    if bool(cases) == (program is not None):
         problem = "either a script or --case is needed"
+    elif arguments.dtype and not cases:
+        problem = "--dtype goes with --case: a script has dtypes of its own"
     elif unknown := [case for case in cases if case not in WORKLOADS]:
         problem = f"--case must be one of {', '.join(WORKLOADS)}, got {', '.join(unknown)}"
     elif program is not None and not program.is_file():

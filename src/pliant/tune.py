@@ -7,7 +7,9 @@ same and it takes the GPU less time. What is found is kept for later processes (
 kernels/triton/refined.py); results differ in their last bits at most, as sums have another order.
 """
 
+import contextlib
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia import compiler
 
 import pliant
 from pliant import testing
@@ -75,13 +78,14 @@ def search(
             launch.forget()
             _spoil(expected)
             try:
-                got = _tensors(call())
-                if not expected:
-                    expected.extend(got)
-                elif not _same(got, expected):
-                    wrong.append(describe(asked, own, tiles))
-                    return None
-                return prepare(call)
+                with _silent_compiler():
+                    got = _tensors(call())
+                    if not expected:
+                        expected.extend(got)
+                    elif not _same(got, expected):
+                        wrong.append(describe(asked, own, tiles))
+                        return None
+                    return prepare(call)
             except triton.TritonError:
                 return None
             except RuntimeError as error:
@@ -91,6 +95,8 @@ def search(
 
     try:
         first = fastest = ready(own)
+        if first is None:  # only what was kept before can run
+            return None
         best = dict(own)
         for key, one in asked.items():
             tried, candidates = [own[key]], _neighbours(one, own[key])
@@ -111,6 +117,16 @@ def search(
     return Found(asked, best, before, after, wrong)
 
 
+@contextlib.contextmanager
+def _silent_compiler() -> Iterator[None]:
+    """Triton prints all of a program that needs too many registers, into what the script prints."""
+    compiler.print = lambda *_: None
+    try:
+        yield
+    finally:
+        del compiler.print
+
+
 def _neighbours(asked: Asked, tile: Tile) -> Iterator[Tile]:
     """`tile` with one number changed by a step; or the warps, and with them another one."""
     for name in asked.choices:
@@ -124,11 +140,13 @@ def _neighbours(asked: Asked, tile: Tile) -> Iterator[Tile]:
 
 
 def _steps(asked: Asked, tile: Tile, name: str) -> list[int | None]:
-    """The values before and after."""
+    """The values before and after; of registers all, since few of them differ from the next."""
     values = asked.choices[name]
     if tile[name] not in values:
         return []
     at = values.index(tile[name])
+    if name == "maxnreg":
+        return [*values[:at], *values[at + 1 :]]
     return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
 
@@ -164,6 +182,8 @@ def describe(asked: dict[str, Asked], before: Tiles, after: Tiles) -> str:
 class Tuner(TorchDispatchMode):
     """Refines the problems that it sees, each once; and of those that share a tile, the first."""
 
+    supports_higher_order_operators = True  # they go on as they would
+
     def __init__(self, search: Callable[..., Found | None] = search) -> None:
         super().__init__()
         self.search = search
@@ -181,9 +201,9 @@ class Tuner(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
-        if func.namespace == "pliant":
+        if func.namespace == "pliant" and _tunable(args):
             problem = (func, *map(_signature, args))
-            if problem not in self.seen and _tunable(args):
+            if problem not in self.seen:
                 self.seen.add(problem)
                 with self.one_at_a_time:
                     self._refine(func, args, call)
@@ -194,7 +214,9 @@ class Tuner(TorchDispatchMode):
         what = f"{func._schema.name.removeprefix('pliant::')} {list(value.shape)} {value.dtype}"
         try:
             found = self._searched(value, call)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # PyTorch, Triton and cuBLAS have words of their own for it
+            if not re.search("out of memory|ALLOC_FAILED", str(error)):
+                raise
             tell(f"{what}: passed over, since the search itself would need more memory")
             return
         if found is None:
@@ -207,7 +229,10 @@ class Tuner(TorchDispatchMode):
             tell(f"  {describe(found.asked, own, found.tiles)}")
             kept |= {key: tile for key, tile in found.tiles.items() if tile != own[key]}
             self.refined += 1
-        refined.keep(refined.model(value.device), kept)
+        try:
+            refined.keep(refined.model(value.device), kept)
+        except OSError as error:
+            tell(f"  not kept: {error}")
         for tile in found.wrong:
             tell(f"  WRONG RESULTS, please report: {tile}")
         self.wrong += len(found.wrong)
@@ -215,12 +240,19 @@ class Tuner(TorchDispatchMode):
     def _searched(self, value: Tensor, call: Callable[[], Any]) -> Found | None:
         """On a stream of its own, since none but such a one can be captured."""
         with torch.cuda.device(value.device), torch.no_grad():
-            side, before = torch.cuda.Stream(), torch.cuda.current_stream()
+            side, before = _side_stream(value.device), torch.cuda.current_stream()
             side.wait_stream(before)
-            with torch.cuda.stream(side):
-                found = self.search(call, self.settled)
-            before.wait_stream(side)
-        return found
+            try:
+                with torch.cuda.stream(side):
+                    return self.search(call, self.settled)
+            finally:
+                before.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all searches: libraries keep memory for every stream that they have seen."""
+    return torch.cuda.Stream(device)
 
 
 def _signature(x: Any) -> Any:
@@ -259,6 +291,9 @@ def run(
             tell(f"{case} {dtype}")
             with tuner:
                 _workload(case, getattr(torch, dtype))
+    except SystemExit as end:  # as many scripts end
+        if end.code or not tuner.wrong:
+            raise
     finally:
         tell(f"{tuner.refined} of {len(tuner.seen)} problems refined, kept in {file}")
     return 1 if tuner.wrong else 0

@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -211,7 +210,10 @@ def about(device: str) -> str:
     file, tiles = path(device), len(stored(device))
     if file is None or not (tiles or os.path.exists(file)):
         return ""
-    return f"; {tiles} tiles of {file}" if tiles else f"; {file} has none for these versions"
+    if tiles:
+        return f"; {tiles} tiles of {file}"
+    readable = os.access(file, os.R_OK)
+    return f"; {file} {'has none for these versions' if readable else 'cannot be read'}"
 
 
 def keep(device: str, tiles: Mapping[str, Tile | None]) -> Path:
@@ -229,9 +231,8 @@ def keep(device: str, tiles: Mapping[str, Tile | None]) -> Path:
             "versions": versions(),
             "tiles": {key: tile for key, tile in sorted(known.items()) if tile is not None},
         }
-        handle, part = tempfile.mkstemp(dir=file.parent)
-        with open(handle, "w", encoding="utf-8") as written:
-            written.write(json.dumps(content, indent=1) + "\n")
-        os.replace(part, file)  # readers see the old file or the new one
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(file)  # readers see the old file or the new one
         stored.cache_clear()
     return file

@@ -278,8 +278,8 @@ def settle_tile(channels: int, outputs: int) -> dict[str, int]:
 
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
     """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
-    need no second block of channels, four times as many. With more blocks, as many programs at a
-    time as a multiprocessor takes.
+    need no second block of channels, four times as many. With more blocks, so few registers that a
+    multiprocessor runs eight programs at a time.
     """
     bc = min(triton.next_power_of_2(channels), 128 // element)
     positions = 2048 // (bc * element) * (4 if channels <= bc else 1)
