@@ -956,7 +956,7 @@ def test_another_device_than_the_current_one_becomes_it(monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args: launched.append((current[-1], args))
+            return lambda *args, **how: launched.append((current[-1], args))
 
     @contextlib.contextmanager
     def device(index):

@@ -185,8 +185,11 @@ def _add_shared(
 
 @triton.jit
 def _lane(x, i: tl.constexpr, ROWS: tl.constexpr):
-    """Column `i` of `x`, by shuffles. The reshaping frees it from the layout of `x`."""
-    return tl.reshape(tl.gather(x, tl.full([ROWS, 1], i, tl.int32), 1), [ROWS])[:, None]
+    """Column `i` of `x`, by shuffles. Turned and reshaped it is free from the layout of `x`, in
+    which some compilers would add up the tile, through shared memory.
+    """
+    column = tl.gather(x, tl.full([ROWS, 1], i, tl.int32), 1)
+    return tl.reshape(tl.trans(column), [ROWS])[:, None]
 
 
 @triton.jit(do_not_specialize=["Q", "S", "G"])

@@ -17,7 +17,7 @@ if INTERPRET:
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 
-    _add = InterpreterBuilder.create_atomic_rmw
+    _add, _splat = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_splat
 
     def _contiguous(self: Any, op: Any, *args: Any) -> Any:
         """The interpreter takes where, what and mask for contiguous, even if one was broadcast."""
@@ -25,7 +25,15 @@ if INTERPRET:
             x.data = np.ascontiguousarray(x.data)
         return _add(self, op, *args)
 
+    def _truth(self: Any, form: Any, x: Any) -> Any:
+        """The interpreter spreads what a comparison gave as numbers of what was compared."""
+        spread = _splat(self, form, x)
+        if x.data.dtype == np.bool_:
+            spread.data = spread.data.astype(np.bool_)
+        return spread
+
     InterpreterBuilder.create_atomic_rmw = _contiguous
+    InterpreterBuilder.create_splat = _truth
 
 
 class Launch:
@@ -68,7 +76,10 @@ class Launch:
             start(*self.grid, stream, *between, *pointers, *self.rest)
 
     def _compile(self, aligned: Hashable, tensors: Sequence[Tensor]) -> None:
-        compiled = self.kernel[self.grid](*tensors, *self.integers, **self.constants)
+        # A product and a sum are one instruction, as they were measured: newer compilers must be
+        # told. Where rounding matters, the tap layer rounds.
+        how = {"enable_fp_fusion": True, **self.constants}
+        compiled = self.kernel[self.grid](*tensors, *self.integers, **how)
         if not INTERPRET:
             names = self.kernel.arg_names[len(tensors) + len(self.integers) :]
             self.rest = (*self.integers, *(self.constants[name] for name in names))
