@@ -192,6 +192,78 @@ def test_func_grad_and_vmap(operator: str, impl: str) -> None:
             torch.testing.assert_close(per_item[k], torch.stack([grad(*a)[k] for a in each]))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_vmap_of_a_registered_operator(operator: str, impl: str) -> None:
+    """By an argument each, by all, and by all twice, as a loop would have it. The kernel runs once,
+    unless filters differ or have a gradient."""
+    for op, args in _registered_calls(operator, impl):
+        plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        floats = [
+            i for i, a in enumerate(plain) if isinstance(a, torch.Tensor) and a.is_floating_point()
+        ]
+        filters = {"pliant::deform_conv": {3, 4}, "pliant::deform_conv_backward": set(floats)}
+        for places in (*([i] for i in floats), floats):
+            dims = tuple(0 if i in places else None for i in range(len(plain)))
+            batch = [torch.stack([a, 0.9 * a]) if i in places else a for i, a in enumerate(plain)]
+            with ops.record() as calls:
+                got = torch.func.vmap(op, in_dims=dims)(*batch)
+            assert len(calls) == (2 if filters.get(op.name(), set()) & set(places) else 1)
+            each = [op(*(a[j] if i in places else a for i, a in enumerate(batch))) for j in (0, 1)]
+            torch.testing.assert_close(got, _stacked(each))
+        once = torch.func.vmap(op, in_dims=dims)
+        batches = [torch.stack([a, 0.8 * a], 1) if i in floats else a for i, a in enumerate(batch)]
+        outer = tuple(1 if i in floats else None for i in range(len(plain)))
+        got = torch.func.vmap(once, in_dims=outer)(*batches)
+        each = [
+            once(*(a[:, j] if i in floats else a for i, a in enumerate(batches))) for j in (0, 1)
+        ]
+        torch.testing.assert_close(got, _stacked(each))
+
+
+def _stacked(results):  # type: ignore[no-untyped-def]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results)
+    return tuple(map(torch.stack, zip(*results, strict=True)))
+
+
+COMPOSED = {
+    "compile-grad": lambda f, total, n: torch.compile(torch.func.grad(total, argnums=n)),
+    "grad-compile": lambda f, total, n: torch.func.grad(torch.compile(total), argnums=n),
+    "compile-vmap": lambda f, total, n: torch.compile(torch.func.vmap(f)),
+    "vmap-compile": lambda f, total, n: torch.func.vmap(torch.compile(f)),
+    "compile-vmap-grad": lambda f, total, n: torch.compile(
+        torch.func.vmap(torch.func.grad(total, argnums=n))
+    ),
+    "vmap-grad-compile": lambda f, total, n: torch.func.vmap(
+        torch.func.grad(torch.compile(total), argnums=n)
+    ),
+}
+
+
+@pytest.mark.parametrize("composed", COMPOSED)
+@pytest.mark.parametrize("operator", [OPERATORS[0], *OPERATORS[3:]])
+def test_compilation_and_transforms_of_functions(operator: str, composed: str) -> None:
+    """In either order; and what is compiled afterwards is one graph as before."""
+    torch._dynamo.reset()
+    tensors, function = _problem(operator, torch.float32)
+    if "vmap" in composed:
+        tensors = [torch.stack([t, 0.9 * t]) for t in tensors]
+    places = tuple(range(len(tensors)))
+
+    def total(*args):  # type: ignore[no-untyped-def]
+        return function(*args).sin().sum()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda f: f)
+        expected = COMPOSED[composed](function, total, places)(*tensors)
+    got = COMPOSED[composed](function, total, places)(*tensors)
+    torch.testing.assert_close(got, expected)
+    tensors, _ = _problem(operator, torch.float32)
+    one_graph = torch.compile(lambda *args: function(*args), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(one_graph(*tensors), function(*tensors))
+
+
 def test_hessian_by_reverse_over_reverse() -> None:
     (value, locations, weights), function = _problem("multi_scale_deformable_attn")
     energy = lambda w: function(value, locations, w).pow(2).sum()  # noqa: E731
@@ -277,7 +349,7 @@ def test_a_jit_trace_holds_the_operator_and_not_its_result(operator: str) -> Non
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("error:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_batched_gradients(operator: str) -> None:
     tensors, function = _problem(operator)

@@ -30,6 +30,7 @@ _is_profiled = torch._C._autograd._profiler_enabled
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
+@ops.uncompiled
 class Plans:
     """What was worked out for tensors, by a key: found again for others like them.
 
@@ -160,6 +161,7 @@ def _observed(layout: Layout, operands: Sequence[Any], impl: str) -> Tensor:
     return ops.sample_sum(*layout.views(*operands), *layout.policy, impl).flatten(2)
 
 
+@ops.uncompiled
 class Plan:
     """The kernels for calls of one signature."""
 
@@ -274,6 +276,7 @@ def _no_kernel(*args: Tensor | None) -> None:
     """In place of one, where there is none."""
 
 
+@ops.uncompiled
 class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, *operands: Tensor) -> Tensor:
@@ -318,6 +321,7 @@ def convolution_key(
     return ("deform_conv2d", *shapes, mask is None, bias is None, *steps, impl), given
 
 
+@ops.uncompiled
 class Convolution:
     """The kernels for convolutions of one signature."""
 
@@ -369,6 +373,7 @@ class Convolution:
         return ops.backend(self.backend).plan_conv_backward(*args, *steps, needs)  # type: ignore[no-any-return]
 
 
+@ops.uncompiled
 class _DirectConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Convolution, *tensors: Tensor | None) -> Tensor:

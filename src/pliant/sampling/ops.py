@@ -20,10 +20,12 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
@@ -92,6 +94,24 @@ def record() -> Iterator[list[tuple[str, str]]]:
         _records.remove(calls)
 
 
+T = TypeVar("T")
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def uncompiled(x: T) -> T:
+    """Have torch.compile leave a function, or a class's, alone, and all that it calls.
+
+    While a compiled program runs below a functional transform, or in pieces, the compiler looks at
+    every frame that is entered, and would compile what launches a kernel as if it were a user's.
+    What it traces from a user's own function is not affected.
+    """
+    for function in vars(x).values() if isinstance(x, type) else [x]:
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return x
+
+
 # Registration
 
 
@@ -129,18 +149,21 @@ class Operator:
         # Past the preparations of `apply` for functional transforms, which take longer than a call.
         self.eager: Any = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
         self.verify = verify
-        for registered, kernel, fakes, function in (
-            (name, self._called, fake, self.function),
+        for operator, kernel, fakes, function, vmap in (
+            (self.forward, self._called, fake, self.function, self.vmap),
             (
-                f"{name}_backward",
+                self.backward,
                 self._backward_called,
                 self._backward_fake,
                 self.backward_function,
+                self.backward_vmap,
             ),
         ):
-            library.impl(registered, kernel, "CompositeExplicitAutograd")
-            library.impl(registered, _autograd(registered, function), "Autograd")
-            torch.library.register_fake(f"pliant::{registered}", fakes, lib=library)
+            full = operator.name()
+            library.impl(full, kernel, "CompositeExplicitAutograd")
+            library.impl(full, _autograd(operator, function), "Autograd")
+            torch.library.register_fake(full, fakes, lib=library)
+            torch.library.register_vmap(full, functools.partial(vmap, operator), lib=library)
 
     def __call__(self, *args: Any) -> Tensor:
         """Run the operator; the way of every public function."""
@@ -165,11 +188,13 @@ class Operator:
             run = self._backward if checked and not observed(args) else self.backward
         return run(*args)  # type: ignore[no-any-return]
 
+    @uncompiled
     def _called(self, *args: Any) -> Tensor:
         """The operator as anybody may call it: the public functions have checked before."""
         self.verify(*args)
         return self.run(*args)
 
+    @uncompiled
     def _backward_called(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         self.verify(*args[:-1])
         shape = self.fake(*(a.to("meta") if isinstance(a, Tensor) else a for a in args[:-1])).shape
@@ -178,6 +203,7 @@ class Operator:
         )
         return self._backward(grad, *args)
 
+    @uncompiled
     def run(self, *args: Any) -> Tensor:
         """The kernel for operands that were checked."""
         name = self._choose(self.name, args)
@@ -185,6 +211,7 @@ class Operator:
         out: Tensor = _full_precision(kernel, *self.kernel_args(*args[:-1]))
         return _like(out, self.fake(*args)) if name == "reference" else out
 
+    @uncompiled
     def _backward(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *args, needs = args  # type: ignore[assignment]
         operator = f"{self.name}_backward"
@@ -205,6 +232,22 @@ class Operator:
             torch.empty_like(x) if need and x is not None else grad.new_empty(0)
             for x, need in zip(inputs, args[-1], strict=True)
         )
+
+    def vmap(self, call: Any, info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        """`call`, the operator or a Function of it, for tensors with a mapped axis at `dims`."""
+        fold = all(dims[i] is None for i in self.shared)
+        (out,) = _vmap(call, info.batch_size, dims, args, self.shared, fold)
+        return out, 0
+
+    def backward_vmap(self, call: Any, info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
+        """The same of the backward operator."""
+        # A shared argument's gradient is a sum over the batch: a joined batch would mix them.
+        needs = zip(self.differentiable, args[-1], strict=True)
+        mixed = any(need for i, need in needs if i in self.shared)
+        fold = not mixed and all(dims[i + 1] is None for i in self.shared)
+        shared = tuple(i + 1 for i in self.shared)
+        grads = _vmap(call, info.batch_size, dims, args, shared, fold)
+        return tuple(grads), (0,) * len(grads)
 
     def adjoint(self, grad: Tensor, *args: Any) -> Sequence[Tensor | None]:
         """The backward operator in differentiable PyTorch, from which its own gradient is taken."""
@@ -272,9 +315,8 @@ def plain(x: Any) -> bool:
     )
 
 
-def _autograd(name: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    operator = getattr(torch.ops.pliant, name).default
-
+def _autograd(operator: Any, function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    @uncompiled
     def kernel(*args: Any) -> Any:
         if transformed(args):
             return function.apply(*args)
@@ -292,6 +334,7 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
     raises.
     """
 
+    @uncompiled
     class Forward(torch.autograd.Function):
         @staticmethod
         def forward(*args: Any) -> Any:
@@ -314,9 +357,9 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
 
         @staticmethod
         def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
-            fold = all(dims[i] is None for i in op.shared)
-            return _vmap(Forward, info.batch_size, dims, args, op.shared, fold)
+            return op.vmap(Forward.apply, info, dims, *args)
 
+    @uncompiled
     class Eager(Forward):
         """Outside of functional transforms: without setup_context a call is 30 us shorter."""
 
@@ -330,6 +373,7 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
 
         setup_context = staticmethod(torch.autograd.Function.setup_context)
 
+    @uncompiled
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(*args: Any) -> Any:
@@ -366,14 +410,7 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
 
         @staticmethod
         def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
-            # A shared argument's gradient is a sum over the batch: a joined batch would mix them.
-            mixed = any(
-                need for i, need in zip(op.differentiable, args[-1], strict=True) if i in op.shared
-            )
-            fold = not mixed and all(dims[i + 1] is None for i in op.shared)
-            return _vmap(
-                Backward, info.batch_size, dims, args, tuple(i + 1 for i in op.shared), fold
-            )
+            return op.backward_vmap(Backward.apply, info, dims, *args)
 
     return Forward, Eager, Backward
 
@@ -396,34 +433,29 @@ def _saved(ctx: Any) -> tuple[list[Any], bool]:
 
 
 def _vmap(
-    function: type[torch.autograd.Function],
+    call: Callable[..., Any],
     size: int,
     dims: Sequence[int | None],
     args: Sequence[Any],
     shared: tuple[int, ...],
     fold: bool,
-) -> Any:
-    """The mapped axis joins the batch where it can; otherwise one call an item.
-
-    Returns the results and their mapped axes.
+) -> list[Tensor]:
+    """The results, mapped at their first axis. The axis joins the batch where it can; otherwise it
+    takes one call an item.
     """
     dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, dims, strict=True)]
     pairs = list(enumerate(zip(args, dims, strict=True)))
     if size == 0:  # nothing to compute: an item of zeros shows the shapes
         zeros = (a if d is None else a.sum(d, dtype=a.dtype) for _, (a, d) in pairs)
-        split = [x.unsqueeze(0)[:0] for x in _several(function.apply(*zeros))]
-    elif fold:
-        out = function.apply(*(a if i in shared else _join(a, d, size) for i, (a, d) in pairs))
-        split = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in _several(out)]
-    else:
-        items = [
-            _several(
-                function.apply(*(a if d is None else a.select(d, item) for _, (a, d) in pairs))
-            )
-            for item in range(size)
-        ]
-        split = [torch.stack(same) for same in zip(*items, strict=True)]
-    return (split[0], 0) if function.__name__ == "Forward" else (tuple(split), (0,) * len(split))
+        return [x.unsqueeze(0)[:0] for x in _several(call(*zeros))]
+    if fold:
+        out = call(*(a if i in shared else _join(a, d, size) for i, (a, d) in pairs))
+        return [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in _several(out)]
+    items = [
+        _several(call(*(a if d is None else a.select(d, item) for _, (a, d) in pairs)))
+        for item in range(size)
+    ]
+    return [torch.stack(same) for same in zip(*items, strict=True)]
 
 
 def _several(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
