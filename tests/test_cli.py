@@ -258,6 +258,18 @@ def test_demo_on_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.startswith("pliant demo cannot run on 'nowhere': ")
 
 
+@pytest.mark.parametrize("name", ["sampling", "sampling.foo"])
+def test_demo_says_at_once_that_a_picture_cannot_be_saved(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "run", lambda **_: pytest.fail("it ran"))
+    assert cli.main(["demo", "--picture", name]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("pliant demo: --picture must end in one of .")
+    assert ".png, " in told
+    assert told.endswith(f", got {name}\n")
+
+
 # pliant run
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -350,7 +351,18 @@ def test_the_cases_are_bad_only_by_their_change(good: Callable[..., Callable[[],
     assert good()().isfinite().all()
 
 
-@pytest.mark.parametrize("value", ["1", "0", None])
+def test_steps_may_be_numpys_integers_but_no_truth_values() -> None:
+    one = numpy.int64(1)
+    torch.manual_seed(0)
+    expected = convolution(padding=(1, 1))()
+    torch.manual_seed(0)
+    assert torch.equal(convolution(padding=one, stride=(one, 1), dilation=(1, one))(), expected)
+    for wrong in (True, numpy.True_, (1, False), 1.0, numpy.float32(1)):
+        with pytest.raises(TypeError, match=f"^{CONV}: padding must be an int or two ints"):
+            convolution(padding=wrong)()
+
+
+@pytest.mark.parametrize("value", ["1", "0", "", None])
 def test_the_check_of_device_metadata_is_asked_for_in_the_environment(value: str | None) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PLIANT_CHECK"}
     if value is not None:
@@ -358,6 +370,15 @@ def test_the_check_of_device_metadata_is_asked_for_in_the_environment(value: str
     code = "from pliant.sampling import maps; print(maps.CHECKED)"
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert told.stdout.split() == [str(value == "1").encode()]
+
+
+def test_a_setting_in_the_environment_that_means_nothing() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "import pliant"],
+        env={**os.environ, "PLIANT_CHECK": "yes"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert told.returncode == 1
+    assert told.stderr.endswith("ValueError: PLIANT_CHECK must be 0 or 1, got yes\n")
 
 
 def test_device_metadata_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -739,7 +739,14 @@ def test_what_cannot_be_tuned_is_refused(argv, why, capsys):
 def test_nothing_is_measured_in_the_interpreter(capsys, monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRET", True)
     assert cli.main(["tune", "--case", "msda-doc"]) == 2
-    assert "there is no GPU to measure on" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("pliant tune: TRITON_INTERPRET=1 is set: ")
+
+
+def test_nothing_is_measured_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "missing", lambda: ["no device"])
+    assert cli.main(["tune", "--case", "msda-doc"]) == 2
+    assert "the GPU kernels do not work here" in capsys.readouterr().err
 
 
 def test_nothing_is_measured_for_nobody(capsys, monkeypatch):

@@ -32,9 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="run the four operators: checked against float64, timed, drawn",
-        description="Run the four operators forward and backward, under our names and the "
-        "vendor's; check every result and gradient against the float64 reference; time them "
-        "against plain PyTorch; draw where they read. Exit status 1 if anything is off.",
+        description="Run the four operators forward and backward, under our names and Huawei's "
+        "(mx_driving, torch_npu); check every result and gradient against the float64 reference; "
+        "time them against plain PyTorch; draw where they read. Exit status 1 if anything is off.",
     )
     demo.add_argument("--device", help="where to run (default: cuda if present, else cpu)")
     demo.add_argument(
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
-        help="run a script written for the vendor's packages, unmodified",
+        help="run a script written for mx_driving or torch_npu, unmodified",
         description="Run a script that imports mx_driving or torch_npu, unmodified: Pliant answers "
         "to these names, and the best device here stands in for the NPU.",
     )
@@ -67,9 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         "tune",
         usage="pliant tune script.py [arguments ...]\n"
         "       pliant tune --case ID [--case ID ...] [--dtype DTYPE ...]",
-        help="measure better tiles for the GPU kernels, on the problems of a script",
-        description="Run a script, as `python script.py ...` would, and measure for every problem "
-        "of ours that it has, forward and backward, which tiles its kernels run fastest with on "
+        help="measure better tiles for the GPU kernels, for the calls of a script",
+        description="Run a script, as `python script.py ...` would, and measure for every call "
+        "of Pliant's operators, forward and backward, which tiles its kernels run fastest with on "
         "this GPU. They are kept, and later processes use them. Or do so for problems of real "
         "models, by name. Nothing is measured without this command. Exit status 1 if a tile gave "
         "another result.",
@@ -92,8 +92,15 @@ def _demo(arguments: argparse.Namespace) -> int:
         print(f"pliant demo needs {needs}: pip install 'pliant[demo]'", file=sys.stderr)
         return 2
     import torch
+    from matplotlib.backend_bases import FigureCanvasBase
 
     from pliant import demo
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if arguments.picture.suffix[1:].lower() not in kinds:
+        problem = f"--picture must end in one of .{', .'.join(kinds)}, got {arguments.picture}"
+        print(f"pliant demo: {problem}", file=sys.stderr)
+        return 2
 
     if arguments.device:
         try:
@@ -143,8 +150,10 @@ def _tune(arguments: argparse.Namespace) -> int:
         problem = f"--case must be one of {', '.join(WORKLOADS)}, got {', '.join(unknown)}"
     elif program is not None and not program.is_file():
         problem = f"{program} is not a file"
-    elif reasons := [*kernels.missing(), *["kernels are interpreted"] * kernels.INTERPRET]:
-        problem = f"there is no GPU to measure on: {'; '.join(reasons)}"
+    elif kernels.INTERPRET:
+        problem = "TRITON_INTERPRET=1 is set: nothing runs on a GPU that could be measured"
+    elif kernels.missing():
+        problem = "the GPU kernels do not work here: `pliant info` tells why"
     elif os.environ.get("PLIANT_TUNED") == "0":
         problem = "PLIANT_TUNED=0 says that nothing is to be kept"
     if problem is not None:

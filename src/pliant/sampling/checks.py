@@ -8,6 +8,7 @@ the ones that passed.
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -98,19 +99,17 @@ def divides(op: str, name: str, size: int, by_name: str, by: int) -> None:
 
 def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
     """An int or a pair of ints (height, width), each at least `least`."""
-    both = (
-        (x, x)
-        if isinstance(x, (int, torch.SymInt))
-        else tuple(x)
-        if isinstance(x, (tuple, list))
-        else ()
-    )
-    if len(both) != 2 or any(
-        isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)) for v in both
-    ):
+    both = (x, x) if _integer(x) else tuple(x) if isinstance(x, (tuple, list)) else ()
+    if len(both) != 2 or not all(map(_integer, both)):
         raise TypeError(f"{op}: {name} must be an int or two ints (height, width), got {x!r}")
     bounds(op, name, x, both, least)
-    return both
+    plain: Any = tuple(v if isinstance(v, (int, torch.SymInt)) else int(v) for v in both)
+    return plain  # type: ignore[no-any-return]
+
+
+def _integer(v: Any) -> bool:
+    """Whether it counts: NumPy's integers do, truth values do not."""
+    return not isinstance(v, bool) and isinstance(v, (int, torch.SymInt, Integral))
 
 
 def bounds(op: str, name: str, x: Any, values: Sequence[int], least: int) -> None:

@@ -35,7 +35,10 @@ class Names(NamedTuple):
 
 Metadata = Tensor | Sequence[Any]
 Read = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # integers, flat, and their shape
-CHECKED = os.environ.get("PLIANT_CHECK") == "1"  # to ask at each call takes longer than a check
+_setting = os.environ.get("PLIANT_CHECK") or "0"
+if _setting not in ("0", "1"):
+    raise ValueError(f"PLIANT_CHECK must be 0 or 1, got {_setting}")
+CHECKED = _setting == "1"  # to ask at each call takes longer than a check
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 

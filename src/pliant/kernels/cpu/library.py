@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,9 @@ def library() -> Library:
     available = _available(handle)
     chosen = os.environ.get(FORCE) or available[-1]
     if chosen not in available:
-        return _none(f"{FORCE}={chosen}, but this CPU and build run only {', '.join(available)}")
+        reason = f"{FORCE}={chosen}, but this CPU and build run only {', '.join(available)}"
+        warnings.warn(f"{reason}: plain PyTorch runs instead", stacklevel=1)
+        return _none(reason)
     return Library(handle, ISAS.index(chosen), str(path), [])
 
 
