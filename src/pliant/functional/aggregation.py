@@ -37,7 +37,7 @@ def deformable_aggregation(
 
     Args:
         feature_maps: features ``[B, F, C]`` of all cameras and scales, one map after another along
-            ``F``. Differentiable.
+            ``F``; rows that no map covers are not read. Differentiable.
         spatial_shape: ``[cam, scale, 2]``, (height, width) of each map: an int32 or int64 tensor
             or Python ints.
         scale_start_index: ``[cam, scale]``, first row of each map; None: the maps follow each

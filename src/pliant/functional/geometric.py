@@ -36,8 +36,8 @@ def geometric_kernel_attention(
     value[b, :, h])``
 
     Args:
-        value: features ``[B, S, H, D]`` of all levels, one after another along ``S``.
-            Differentiable.
+        value: features ``[B, S, H, D]`` of all levels, one after another along ``S``; rows that no
+            level covers are not read. Differentiable.
         spatial_shapes: ``[L, 2]``, (height, width) of each level: an int32 or int64 tensor or
             Python ints.
         level_start_index: ``[L]``, first row of each level in ``value``; None: the levels follow
