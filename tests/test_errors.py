@@ -79,7 +79,7 @@ CASES = {
     "rank": (
         attention(sampling_locations=torch.rand(2, 7, 3, 2, 2)),
         ValueError,
-        f"{ATTN}: sampling_locations must have shape [B, Q, H, L, P, 2] = [2, 7, 3, 2, 5, 2], got [2, 7, 3, 2, 2]",
+        f"{ATTN}: sampling_locations must have shape [B, Q, H, L, P, 2] = [2, 7, 3, 2, 5, 2] to fit value and attention_weights, got [2, 7, 3, 2, 2]",
     ),
     "value-rank": (
         attention(value=torch.rand(26, 3, 4)),
@@ -89,7 +89,7 @@ CASES = {
     "heads-differ": (
         attention(attention_weights=torch.rand(2, 7, 4, 2, 5)),
         ValueError,
-        f"{ATTN}: attention_weights must have shape [B, Q, H, L, P] = [2, Q, 3, L, P], got [2, 7, 4, 2, 5]",
+        f"{ATTN}: attention_weights must have shape [B, Q, H, L, P] = [2, Q, 3, L, P] to fit value, got [2, 7, 4, 2, 5]",
     ),
     "levels-differ": (
         attention(spatial_shapes=[(4, 5)], level_start_index=[0]),
@@ -179,7 +179,7 @@ CASES = {
     "geometric-rank": (
         geometric(sampling_locations=torch.rand(2, 7, 3, 2, 5, 3)),
         ValueError,
-        f"{GEO}: sampling_locations must have shape [B, Q, H, L, P, 2] = [2, 7, 3, 2, 5, 2], got [2, 7, 3, 2, 5, 3]",
+        f"{GEO}: sampling_locations must have shape [B, Q, H, L, P, 2] = [2, 7, 3, 2, 5, 2] to fit value and attention_weights, got [2, 7, 3, 2, 5, 3]",
     ),
     "geometric-dtype": (
         geometric(sampling_locations=torch.ones(2, 7, 3, 2, 5, 2, dtype=torch.uint8)),
@@ -214,7 +214,7 @@ CASES = {
     "aggregation-points": (
         aggregation(sample_locations=torch.rand(2, 7, 6, 1, 2)),
         ValueError,
-        f"{AGG}: sample_locations must have shape [B, A, P, cam, 2] = [2, 7, 5, 1, 2], got [2, 7, 6, 1, 2]",
+        f"{AGG}: sample_locations must have shape [B, A, P, cam, 2] = [2, 7, 5, 1, 2] to fit feature_maps and weight, got [2, 7, 6, 1, 2]",
     ),
     "conv-offset-channels": (
         convolution(offset=torch.rand(2, 35, 5, 5)),

@@ -67,8 +67,9 @@ def _check(
 ) -> tuple[int, int]:
     sizes: dict[str, int] = {}
     checks.shape(OP, "feature_maps", features.shape, "B F C", sizes)
-    checks.shape(OP, "weight", weight.shape, "B A P cam scale G", sizes)
-    checks.shape(OP, "sample_locations", locations.shape, "B A P cam 2", sizes)
+    checks.shape(OP, "weight", weight.shape, "B A P cam scale G", sizes, "feature_maps")
+    others = "feature_maps and weight"
+    checks.shape(OP, "sample_locations", locations.shape, "B A P cam 2", sizes, others)
     if sizes["C"] or sizes["G"]:
         checks.divides(
             OP, "the channels C of feature_maps", sizes["C"], "the groups G of weight", sizes["G"]

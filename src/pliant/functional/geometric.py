@@ -70,8 +70,9 @@ def _check(
 ) -> tuple[int]:
     sizes: dict[str, int] = {}
     checks.shape(OP, "value", value.shape, "B S H D", sizes)
-    checks.shape(OP, "attention_weights", weights.shape, "B Q H L P", sizes)
-    checks.shape(OP, "sampling_locations", locations.shape, "B Q H L P 2", sizes)
+    checks.shape(OP, "attention_weights", weights.shape, "B Q H L P", sizes, "value")
+    others = "value and attention_weights"
+    checks.shape(OP, "sampling_locations", locations.shape, "B Q H L P 2", sizes, others)
     checks.feature_dtype(OP, "value", value.dtype)
     checks.feature_dtype(OP, "sampling_locations", locations.dtype, FEATURE_DTYPES + INDEX_DTYPES)
     checks.feature_dtype(OP, "attention_weights", weights.dtype)

@@ -57,8 +57,13 @@ def signature(op: str, name: str, x: Any) -> Signature:
     return tuple.__new__(Signature, (x.shape, x.stride(), x.dtype, x.device))
 
 
-def shape(op: str, name: str, got: Sequence[int], axes: str, sizes: dict[str, int]) -> None:
-    """Match `got` with `axes`, say "B Q 2": numbers and known sizes must be met, new ones noted."""
+def shape(
+    op: str, name: str, got: Sequence[int], axes: str, sizes: dict[str, int], others: str = ""
+) -> None:
+    """Match `got` with `axes`, say "B Q 2": numbers and known sizes must be met, new ones noted.
+
+    `others` are the arguments that the known sizes come from, where it may be these that are wrong.
+    """
     letters = axes.split()
     expected = [int(a) if a.isdigit() else sizes.get(a) for a in letters]
     if len(got) != len(letters) or any(
@@ -71,7 +76,8 @@ def shape(op: str, name: str, got: Sequence[int], axes: str, sizes: dict[str, in
         numbers = (
             "" if all(e is None for e in expected) or f"[{known}]" == named else f" = [{known}]"
         )
-        raise ValueError(f"{op}: {name} must have shape {named}{numbers}, got {list(got)}")
+        fit = f" to fit {others}" if others and numbers else ""
+        raise ValueError(f"{op}: {name} must have shape {named}{numbers}{fit}, got {list(got)}")
     sizes.update((a, s) for a, s in zip(letters, got, strict=True) if not a.isdigit())
 
 
