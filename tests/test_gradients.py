@@ -65,6 +65,20 @@ def test_second_derivatives(operator, backend):
     assert torch.autograd.gradgradcheck(function, tensors, eps=1e-6, atol=1e-6, fast_mode=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_second_derivatives_where_positions_are_integers(dtype, backend):
+    inputs = SMALL["geometric_kernel_attention"](F64, backend.device, 0)
+    inputs["sampling_locations"] = inputs["sampling_locations"].to(dtype)
+    names = ("value", "attention_weights")
+
+    def function(*tensors):
+        named = dict(zip(names, tensors, strict=True))
+        return pliant.geometric_kernel_attention(**{**inputs, **named}, impl=backend.impl)
+
+    tensors = [inputs[name].requires_grad_() for name in names]
+    assert torch.autograd.gradgradcheck(function, tensors, eps=1e-6, atol=1e-6, fast_mode=True)
+
+
 @pytest.mark.parametrize("operator", ["multi_scale_deformable_attn", "deform_columns"])
 def test_second_derivatives_entry_by_entry(operator, backend):
     function, tensors = problem(operator, backend, make=SMALLER[operator])

@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -338,11 +339,18 @@ def test_the_intended_kernel_runs(operator: str, impl: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("parameters", [False, True])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_jit_trace_holds_the_operator_and_not_its_result(operator: str) -> None:
+def test_a_jit_trace_holds_the_operator_and_not_its_result(
+    operator: str, parameters: bool, tmp_path: Path
+) -> None:
+    """Also where gradients may be asked for, as of a module's parameters; and it can be saved."""
     tensors, function = _problem(operator)
-    traced = torch.jit.trace(lambda *a: function(*a), tuple(tensors), check_trace=False)  # type: ignore[operator]
-    others = [t * 0.9 for t in tensors]
+    given = tuple(t.requires_grad_(parameters) for t in tensors)
+    file = str(tmp_path / "traced")
+    torch.jit.trace(lambda *a: function(*a), given).save(file)  # type: ignore[operator]
+    traced = torch.jit.load(file)
+    others = [t.detach() * 0.9 for t in tensors]
     out, grads = _gradients(function, others)
     got, got_grads = _gradients(traced, others)
     assert torch.equal(got, out)

@@ -277,7 +277,7 @@ def _no_kernel(*args: Tensor | None) -> None:
 
 
 @ops.uncompiled
-class _Direct(torch.autograd.Function):
+class SampleSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, *operands: Tensor) -> Tensor:
         ctx.plan = plan
@@ -292,7 +292,7 @@ class _Direct(torch.autograd.Function):
 
 
 # Past the preparations of `apply` for functional transforms, which take longer than a call.
-_apply: Any = super(torch.autograd.Function, _Direct).apply
+_apply: Any = super(torch.autograd.Function, SampleSum).apply
 
 
 Steps = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding, dilation
@@ -374,7 +374,7 @@ class Convolution:
 
 
 @ops.uncompiled
-class _DirectConvolution(torch.autograd.Function):
+class DeformConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Convolution, *tensors: Tensor | None) -> Tensor:
         ctx.plan = plan
@@ -387,4 +387,4 @@ class _DirectConvolution(torch.autograd.Function):
         return None, *ctx.plan.gradients(grad, ctx.saved_tensors, needs)
 
 
-_apply_convolution: Any = super(torch.autograd.Function, _DirectConvolution).apply
+_apply_convolution: Any = super(torch.autograd.Function, DeformConv).apply

@@ -167,7 +167,7 @@ class Operator:
 
     def __call__(self, *args: Any) -> Tensor:
         """Run the operator; the way of every public function."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _jit_trace() is not None:
             out = self.forward(*args)
         elif in_transform():
             out = self.function.apply(*args)
@@ -301,7 +301,7 @@ def observed(args: Sequence[Any]) -> bool:
     return False
 
 
-_is_profiled = torch._C._autograd._profiler_enabled
+_is_profiled, _jit_trace = torch._C._autograd._profiler_enabled, torch._C._get_tracing_state
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_functional = torch._is_functional_tensor
@@ -394,7 +394,8 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
             ]
             if not asked:
                 return tuple(result)
-            places = [0, *(i + 1 for i in op.differentiable if args[i + 1] is not None)]
+            floats = (i + 1 for i in op.differentiable if _differentiable(args[i + 1]))
+            places = [0, *floats]
 
             def adjoint(*tensors: Tensor) -> tuple[Tensor, ...]:
                 full = list(args)
@@ -413,6 +414,11 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
             return op.backward_vmap(Backward.apply, info, dims, *args)
 
     return Forward, Eager, Backward
+
+
+def _differentiable(x: Tensor | None) -> bool:
+    """Whether it is there, and no integers: positions may be some."""
+    return x is not None and x.is_floating_point()
 
 
 def _save(ctx: Any, args: tuple[Any, ...]) -> None:
