@@ -106,6 +106,16 @@ CASES = {
         ValueError,
         f"{ATTN}: level_start_index must have shape [L] = [2], got []",
     ),
+    "starts-nested": (
+        attention(level_start_index=[[0, 20]]),
+        ValueError,
+        f"{ATTN}: level_start_index must have shape [L] = [2], got [1, 2]",
+    ),
+    "shapes-nested": (
+        attention(spatial_shapes=numpy.array([[(4, 5), (2, 3)]])),
+        ValueError,
+        f"{ATTN}: spatial_shapes must have shape [L, 2], got [1, 2, 2]",
+    ),
     "shapes-not-pairs": (
         attention(spatial_shapes=[(4, 5, 1), (2, 3, 1)]),
         ValueError,
@@ -251,6 +261,16 @@ CASES = {
         ValueError,
         f"{CONV}: bias must have shape [Co] = [4], got [3]",
     ),
+    "conv-bias-number": (
+        convolution(bias=1),
+        TypeError,
+        f"{CONV}: bias must be a torch.Tensor or None, got int",
+    ),
+    "columns-mask-number": (
+        columns(mask=1.0),
+        TypeError,
+        f"{COLS}: mask must be a torch.Tensor or None, got float",
+    ),
     "conv-weight-dtype": (
         convolution(weight=torch.rand(4, 3, 3, 2, dtype=torch.float64)),
         TypeError,
@@ -285,6 +305,11 @@ CASES = {
         columns(offset=torch.rand(3, 36, 5, 5)),
         ValueError,
         f"{COLS}: offset must have shape [N, 2*dg*kh*kw, Ho, Wo] = [2, 2*dg*kh*kw, Ho, Wo], got [3, 36, 5, 5]",
+    ),
+    "columns-kernel-tensor": (
+        columns(kernel_size=torch.rand(4, 3, 3, 2)),
+        TypeError,
+        f"{COLS}: kernel_size must be an int or two ints (height, width), got a tensor [4, 3, 3, 2]",
     ),
     "columns-kernel": (
         columns(kernel_size=(3, 2, 1)),

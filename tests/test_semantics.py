@@ -427,7 +427,7 @@ def test_where_the_guard_fails_all_gradients_are_zero(operator, backend, x, y):
 
 
 @pytest.mark.parametrize("operator", [ATTENTION, AGGREGATION, GEOMETRIC])
-def test_indices_may_be_int32_int64_python_ints_or_absent(operator, backend):
+def test_indices_may_be_int32_int64_python_ints_numpys_or_absent(operator, backend):
     inputs = SMALL[operator](torch.float32, backend.device, 0)
     shapes, starts = list(inputs)[1:3]
     out, grads = run(operator, inputs, backend.impl)
@@ -436,6 +436,7 @@ def test_indices_may_be_int32_int64_python_ints_or_absent(operator, backend):
         {shapes: inputs[shapes].int()},
         {name: inputs[name].tolist() for name in (shapes, starts)},
         {name: inputs[name].cpu() for name in (shapes, starts)},
+        {name: inputs[name].cpu().numpy() for name in (shapes, starts)},
         {starts: None},
         {shapes: inputs[shapes].tolist(), starts: None},
         {shapes: tuple(map(tuple, inputs[shapes].view(-1, 2).tolist()))}

@@ -16,7 +16,10 @@ OPERATORS = ("aggregation", "attention", "geometric", "convolution")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if "function" not in arguments:
+        parser.exit(2, parser.format_help())
     if getattr(arguments, "script", None):  # argparse would drop a "--" among the script's own
         arguments.arguments = words[2:]
     return int(arguments.function(arguments))
@@ -27,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="pliant", description="Deformable-sampling operators for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"pliant {pliant.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="command")
 
     demo = commands.add_parser(
         "demo",
@@ -74,7 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         "models, by name. Nothing is measured without this command. Exit status 1 if a tile gave "
         "another result.",
     )
-    tune.add_argument("--case", action="append", metavar="ID", help="a problem of the benchmark")
+    tune.add_argument(
+        "--case", action="append", metavar="ID",
+        help="a problem of the benchmark, say detr-enc-b1; repeatable",
+    )  # fmt: skip
     tune.add_argument(
         "--dtype", action="append", choices=("float32", "float16", "bfloat16", "float64"),
         help="of its features; repeatable (default: float32)",

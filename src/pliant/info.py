@@ -133,8 +133,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
             lines.append(f"  {'':10}- takes features of {', '.join(dtypes)} on {device}")
         for device, reasons in state["refuses"].items():
             lines.append(f"  {'':10}- takes nothing on {device}: {'; '.join(reasons)}")
-    lines += ["Chosen when impl is not given"]
-    lines += [f"  {device:10}{name}" for device, name in report["default"].items()]
+    lines += ["Backend where impl is not given"]
+    lines += [f"  {name:10}for tensors on {device}" for device, name in report["default"].items()]
     lines += ["Environment"]
     for name, value in report["environment"].items():
         setting = f"{name} not set" if value is None else f"{name}={value}"

@@ -1,12 +1,14 @@
 """Deformable convolution (DCN v1 and v2)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..sampling import checks, direct, ops
 from ..sampling.direct import Steps
 
-IntPair = int | tuple[int, int]
+IntPair = int | Sequence[int]
 
 
 def deform_conv2d(
@@ -56,8 +58,8 @@ def deform_conv2d(
         checks.signature(op, "input", input),
         checks.signature(op, "offset", offset),
         checks.signature(op, "weight", weight),
-        None if bias is None else checks.signature(op, "bias", bias),
-        None if mask is None else checks.signature(op, "mask", mask),
+        checks.optional(op, "bias", bias),
+        checks.optional(op, "mask", mask),
         steps := (
             checks.pair(op, "stride", stride, 1),
             checks.pair(op, "padding", padding, 0),
@@ -138,7 +140,7 @@ def deform_columns(
         op,
         checks.signature(op, "input", input),
         checks.signature(op, "offset", offset),
-        None if mask is None else checks.signature(op, "mask", mask),
+        checks.optional(op, "mask", mask),
         kernel,
     )
     chosen = ops.implementation(op, impl, input, offset, mask)

@@ -47,14 +47,18 @@ def once(check: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def signature(op: str, name: str, x: Any) -> Signature:
+def signature(op: str, name: str, x: Any, kind: str = "a torch.Tensor") -> Signature:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        raise TypeError(f"{op}: {name} must be {kind}, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else x.layout
-        raise TypeError(f"{op}: {name} must be a dense tensor, got {kind}")
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {layout}")
     # A named tuple's own constructor takes three times as long.
     return tuple.__new__(Signature, (x.shape, x.stride(), x.dtype, x.device))
+
+
+def optional(op: str, name: str, x: Any) -> Signature | None:
+    return None if x is None else signature(op, name, x, "a torch.Tensor or None")
 
 
 def shape(
@@ -107,7 +111,8 @@ def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
     """An int or a pair of ints (height, width), each at least `least`."""
     both = (x, x) if _integer(x) else tuple(x) if isinstance(x, (tuple, list)) else ()
     if len(both) != 2 or not all(map(_integer, both)):
-        raise TypeError(f"{op}: {name} must be an int or two ints (height, width), got {x!r}")
+        got = f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+        raise TypeError(f"{op}: {name} must be an int or two ints (height, width), got {got}")
     bounds(op, name, x, both, least)
     plain: Any = tuple(v if isinstance(v, (int, torch.SymInt)) else int(v) for v in both)
     return plain  # type: ignore[no-any-return]

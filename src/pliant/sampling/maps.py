@@ -147,14 +147,15 @@ def _host(
         while rows and type(rows[0]) is list:
             rows = list(chain(*rows))
         return tuple(rows), x.shape
-    flat, size = x, [len(x)] if isinstance(x, (list, tuple)) else []
-    for axis in expected[1:]:
-        if not size or not all(isinstance(row, (list, tuple)) for row in flat):
-            break
-        size.append(len(flat[0]) if flat else axis)
+    flat: Any = x.tolist() if hasattr(x, "tolist") else x  # of NumPy
+    size = [len(flat)] if isinstance(flat, (list, tuple)) else []
+    while size and flat and all(isinstance(row, (list, tuple)) for row in flat):
+        size.append(len(flat[0]))
         if any(len(row) != size[-1] for row in flat):
             raise ValueError(f"{op}: {name} must have rows of one length, got {x!r}")
-        flat = [v for row in flat for v in row]
+        flat = list(chain(*flat))
+    if size and not flat:
+        size += expected[len(size) :]
     if size and not tracing and set(map(type, flat)) == {int}:  # the common case is quick to see
         return tuple(flat), tuple(size)
     integers = (int, torch.SymInt, numbers.Integral)

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....functional.convolution import IntPair
 from ....sampling import checks
 from ...mx_driving import modulated_deform_conv2d
 from ...spelling import also_spelled
+
+Pair = int | tuple[int, int]  # as torch.nn.Conv2d has it
 
 
 class ModulatedDeformConv(nn.Module):
@@ -30,10 +31,10 @@ class ModulatedDeformConv(nn.Module):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: IntPair,
-        stride: IntPair = 1,
-        padding: IntPair = 0,
-        dilation: IntPair = 1,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
         groups: int = 1,
         deformable_groups: int = 1,
         bias: bool = True,
