@@ -265,6 +265,27 @@ def test_compilation_and_transforms_of_functions(operator: str, composed: str) -
     torch.testing.assert_close(one_graph(*tensors), function(*tensors))
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_compiler_does_not_follow_gradients_into_kernels(operator: str, twice: bool) -> None:
+    """A function that asks for gradients of something outside is compiled as for another."""
+    tensors, function = _problem(operator)
+    leaf = tensors[0].requires_grad_()
+
+    def frames(total: torch.Tensor) -> int:
+        def differentiate() -> None:
+            (grad,) = torch.autograd.grad(total, leaf, create_graph=twice)
+            if twice:
+                torch.autograd.grad(grad.sin().sum(), leaf)
+
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.compile(differentiate, backend="eager")()
+        return int(torch._dynamo.utils.counters["frames"]["total"])
+
+    assert frames(function(*tensors).sin().sum()) == frames(leaf.sin().sum())  # type: ignore[operator]
+
+
 def test_hessian_by_reverse_over_reverse() -> None:
     (value, locations, weights), function = _problem("multi_scale_deformable_attn")
     energy = lambda w: function(value, locations, w).pow(2).sum()  # noqa: E731

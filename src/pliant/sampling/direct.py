@@ -30,7 +30,6 @@ _is_profiled = torch._C._autograd._profiler_enabled
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-@ops.uncompiled
 class Plans:
     """What was worked out for tensors, by a key: found again for others like them.
 
@@ -161,7 +160,6 @@ def _observed(layout: Layout, operands: Sequence[Any], impl: str) -> Tensor:
     return ops.sample_sum(*layout.views(*operands), *layout.policy, impl).flatten(2)
 
 
-@ops.uncompiled
 class Plan:
     """The kernels for calls of one signature."""
 
@@ -321,7 +319,6 @@ def convolution_key(
     return ("deform_conv2d", *shapes, mask is None, bias is None, *steps, impl), given
 
 
-@ops.uncompiled
 class Convolution:
     """The kernels for convolutions of one signature."""
 

@@ -10,7 +10,8 @@ with a backward operator that is differentiable itself. A public function ends i
 
 A Function around the operator costs half of what `torch.library.register_autograd` does and works
 under `torch.func`. The operator's own Autograd key leads to the same Function, so a direct call of
-`torch.ops.pliant.*`, and a compiler that traces one, see the same gradients. An operator that
+`torch.ops.pliant.*`, and a compiler that traces one, see the same gradients (but for `torch.func`'s
+transforms with gradients, which PyTorch does not let a direct call take part in). An operator that
 nobody observes (no tracer, mode, tensor subclass or profiler) is called without the dispatcher,
 which takes longer than a small problem.
 """
@@ -101,9 +102,10 @@ _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._
 def uncompiled(x: T) -> T:
     """Have torch.compile leave a function, or a class's, alone, and all that it calls.
 
-    While a compiled program runs below a functional transform, or in pieces, the compiler looks at
-    every frame that is entered, and would compile what launches a kernel as if it were a user's.
-    What it traces from a user's own function is not affected.
+    It is for what PyTorch enters by itself: kernels of registered operators, and autograd's
+    Functions. While a compiled program runs below a functional transform, or in pieces, the
+    compiler looks at every frame that is entered, and would compile what launches a kernel as if it
+    were a user's. What it traces from a user's own function is not affected.
     """
     for function in vars(x).values() if isinstance(x, type) else [x]:
         function = getattr(function, "__func__", function)
@@ -203,7 +205,6 @@ class Operator:
         )
         return self._backward(grad, *args)
 
-    @uncompiled
     def run(self, *args: Any) -> Tensor:
         """The kernel for operands that were checked."""
         name = self._choose(self.name, args)
@@ -211,7 +212,6 @@ class Operator:
         out: Tensor = _full_precision(kernel, *self.kernel_args(*args[:-1]))
         return _like(out, self.fake(*args)) if name == "reference" else out
 
-    @uncompiled
     def _backward(self, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *args, needs = args  # type: ignore[assignment]
         operator = f"{self.name}_backward"
@@ -359,7 +359,6 @@ def _functions(op: Operator) -> tuple[type[torch.autograd.Function], ...]:
         def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
             return op.vmap(Forward.apply, info, dims, *args)
 
-    @uncompiled
     class Eager(Forward):
         """Outside of functional transforms: without setup_context a call is 30 us shorter."""
 
