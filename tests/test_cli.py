@@ -290,8 +290,9 @@ def test_run_passes_arguments_and_answers_to_the_vendors_names(
         "import sys, torch, torch_npu\nfrom mx_driving import deformable_aggregation\n"
         "print(sys.argv[1:], __name__, deformable_aggregation.__module__.split('.')[0])\n"
     )
-    assert cli.main(["run", str(script), "--", "--epochs", "3"]) == 0
-    assert capsys.readouterr().out == "['--', '--epochs', '3'] __main__ pliant\n"
+    for words in ([str(script)], ["--", str(script)]):
+        assert cli.main(["run", *words, "--", "--epochs", "3"]) == 0
+        assert capsys.readouterr().out == "['--', '--epochs', '3'] __main__ pliant\n"
 
 
 def test_run_serves_threads_and_exit_handlers_that_outlive_the_script(tmp_path: Path) -> None:

@@ -50,12 +50,14 @@ gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """Nothing is known, and nothing planned."""
+    """Nothing is known, and nothing planned. Gradients are computed in the thread that asks, as a
+    search does: tiles that are tried concern no other."""
     monkeypatch.setattr(launch, "_remembered", {})
     monkeypatch.setattr(direct, "plans", direct.Plans())
     monkeypatch.setenv("PLIANT_TUNED", str(tmp_path / "tuned"))
     refined.stored.cache_clear()
-    yield tmp_path / "tuned"
+    with torch.autograd.set_multithreading_enabled(False):
+        yield tmp_path / "tuned"
     refined.stored.cache_clear()
 
 
@@ -65,13 +67,10 @@ def inputs(operator, dtype=F32):
 
 def asked(operator, dtype=F32):
     """What the kernels of an operator ask for, forward and backward."""
-    launch.forget()
-    direct.plans.kept.clear()
-    with refined.listen() as heard, pytest.MonkeyPatch.context() as patch:
+    with launch.anew(), refined.listen() as heard, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "plans", direct.Plans())
         patch.setattr(launch.Launch, "__call__", lambda *_: None)
         run(operator, inputs(operator, dtype), "triton")
-    launch.forget()
-    direct.plans.kept.clear()
     return heard
 
 
@@ -226,9 +225,8 @@ def other(one, name="num_warps"):
 def constants(operator=ATTENTION):
     """Those of each kernel that a fresh process launches."""
     refined.stored.cache_clear()
-    launch.forget()
-    direct.plans.kept.clear()
-    with launched() as used:
+    with launch.anew(), launched() as used, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "plans", direct.Plans())
         run(operator, inputs(operator), "triton", grad=False)
     return dict(used)
 
@@ -387,7 +385,7 @@ def by_tiles(cost):
     """`prepare` and `times` of a search in which a call takes what `cost` says of its tiles."""
 
     def prepare(call):
-        return dict(refined._tried)
+        return dict(refined._here.tried)
 
     def times(*ready):
         return [float(sum(map(cost, tiles.values()))) for tiles in ready]
@@ -422,17 +420,17 @@ def test_a_search_finds_what_takes_the_least():
 
 @pytest.mark.usefixtures("observed")
 def test_every_tile_is_launched_while_it_is_measured():
-    """What was worked out for another tile is forgotten, before the search and after it."""
+    """What was worked out for another tile is not used, in the search and after it."""
     call, seen = forward_call(), []
     call()
 
     def prepare(again):
-        [tile] = refined._tried.values()
+        [tile] = refined._here.tried.values()
         with launched() as used:
             again()
         assert used == []  # it was worked out before
         seen.append(tile["num_warps"])
-        return dict(refined._tried)
+        return dict(refined._here.tried)
 
     clock = by_tiles(lambda tile: 100 + tile["num_warps"])
     with launched() as used:
@@ -441,7 +439,35 @@ def test_every_tile_is_launched_while_it_is_measured():
     assert warps == [4, *seen]  # that of the rule, which was asked first
     with launched() as used:
         call()
-    assert [c["num_warps"] for name, c in used if name == "by_query"] == [4]
+    assert used == []  # that of before the search
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, Watched], ids=["short", "long"])
+def test_a_search_concerns_no_other_thread(way, monkeypatch):
+    """Another thread, which works out the same launch meanwhile, gets the tile of the rule."""
+    [(key, one)] = [x for x in asked(ATTENTION).items() if x[1].rule == "query_tile"]
+    call, started = forward_call(), []
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *_: started.append(self))
+
+    def warps():
+        direct.plans.kept.clear()
+        with way():
+            call()
+        return started[-1].constants["num_warps"]
+
+    def elsewhere():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(warps()))
+        thread.start()
+        thread.join()
+        return found.pop()
+
+    with launch.anew(), refined.listen() as heard, refined.trying({key: other(one)}):
+        assert elsewhere() == 4
+        assert heard == {}
+        assert warps() == 2
+        assert elsewhere() == 4
+    assert warps() == 4
 
 
 @pytest.mark.usefixtures("observed")
@@ -480,7 +506,7 @@ def test_a_tile_with_other_results_is_not_taken_and_said():
 
     def call():
         out = given()
-        wrong = any(tile["num_warps"] < 4 for tile in refined._tried.values())
+        wrong = any(tile["num_warps"] < 4 for tile in refined._here.tried.values())
         return out * (1.01 if wrong else 1)
 
     found = tune.search(call, **by_tiles(lambda tile: 100 + tile["num_warps"]))
@@ -493,7 +519,7 @@ def test_without_the_tile_of_the_rule_there_is_nothing_to_compare_with():
     given = forward_call()
 
     def call():
-        if refined._tried:
+        if refined._here.tried:
             raise triton.OutOfResources(1, 2, "registers")
         return given()
 
@@ -538,7 +564,7 @@ def test_a_tile_that_cannot_run_is_passed_over(kind):
     }
 
     def call():
-        if any(tile["num_warps"] == 2 for tile in refined._tried.values()):
+        if any(tile["num_warps"] == 2 for tile in refined._here.tried.values()):
             raise errors[kind]
         return given()
 
@@ -549,7 +575,7 @@ def test_a_tile_that_cannot_run_is_passed_over(kind):
     else:
         found = tune.search(call, **clock)
         assert next(iter(found.tiles.values()))["num_warps"] == 4
-    assert not refined._tried
+    assert not refined._here.tried
 
 
 @pytest.mark.usefixtures("observed")
@@ -627,6 +653,23 @@ def test_problems_that_share_a_tile_are_searched_once(tuner, capsys):
     assert capsys.readouterr().err.count("us by rule") == 1
     [tile] = refined.stored(NAME).values()
     assert tile["num_warps"] == 1
+
+
+@pytest.mark.skipif(GPU, reason="the GPU is there itself")
+def test_what_pytorch_is_told_makes_another_problem(tuner):
+    """The deterministic mode and the precision of products have kernels or tiles of their own."""
+    given, tuner.search = inputs(CONVOLUTION), lambda *_: None
+    try:
+        for told in range(3):
+            torch.use_deterministic_algorithms(told == 1, warn_only=True)
+            torch.backends.cuda.matmul.allow_tf32 = told == 2
+            for _ in range(2):
+                with tuner:
+                    run(CONVOLUTION, given, "triton", grad=False)
+            assert len(tuner.seen) == told + 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.skipif(GPU, reason="the GPU is there itself")

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "function" not in arguments:
         parser.exit(2, parser.format_help())
     if getattr(arguments, "script", None):  # argparse would drop a "--" among the script's own
-        arguments.arguments = words[2:]
+        arguments.arguments = words[3 if words[1] == "--" else 2 :]
     return int(arguments.function(arguments))
 
 

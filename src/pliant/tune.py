@@ -27,6 +27,7 @@ import pliant
 from pliant import testing
 from pliant.compat.scripts import script
 from pliant.kernels.triton import launch, refined
+from pliant.kernels.triton.convolution import precision
 from pliant.kernels.triton.refined import Asked, Tile
 from pliant.testing.timing import Replay, replayed
 
@@ -61,8 +62,7 @@ def search(
 
     `times` says what each of the calls takes that `prepare` has made ready.
     """
-    with refined.listen() as heard:
-        launch.forget()
+    with launch.anew(), refined.listen() as heard:
         call()
     new = heard.keys() - settled
     asked = {key: one for key, one in heard.items() if key in new and one.allows(one.tile)}
@@ -74,8 +74,7 @@ def search(
 
     def ready(tiles: Tiles) -> Any:
         """None if it cannot run so."""
-        with refined.trying(tiles):
-            launch.forget()
+        with launch.anew(), refined.trying(tiles):
             _spoil(expected)
             try:
                 with _silent_compiler():
@@ -93,27 +92,24 @@ def search(
                     raise
                 return None
 
-    try:
-        first = fastest = ready(own)
-        if first is None:  # only what was kept before can run
-            return None
-        best = dict(own)
-        for key, one in asked.items():
-            tried, candidates = [own[key]], _neighbours(one, own[key])
-            while (tile := next((t for t in candidates if t not in tried), None)) is not None:
-                tried.append(tile)
-                if not one.allows(tile):
-                    continue
-                candidate = ready({**best, key: tile})
-                if candidate is None:
-                    continue
-                now, then = times(candidate, fastest)
-                if now < (1 - WORTH / 2) * then:
-                    best[key], fastest = tile, candidate
-                    candidates = _neighbours(one, tile)
-        before, after = times(first, fastest) if fastest is not first else (times(first)[0],) * 2
-    finally:
-        launch.forget()
+    first = fastest = ready(own)
+    if first is None:  # only what was kept before can run
+        return None
+    best = dict(own)
+    for key, one in asked.items():
+        tried, candidates = [own[key]], _neighbours(one, own[key])
+        while (tile := next((t for t in candidates if t not in tried), None)) is not None:
+            tried.append(tile)
+            if not one.allows(tile):
+                continue
+            candidate = ready({**best, key: tile})
+            if candidate is None:
+                continue
+            now, then = times(candidate, fastest)
+            if now < (1 - WORTH / 2) * then:
+                best[key], fastest = tile, candidate
+                candidates = _neighbours(one, tile)
+    before, after = times(first, fastest) if fastest is not first else (times(first)[0],) * 2
     return Found(asked, best, before, after, wrong)
 
 
@@ -202,7 +198,9 @@ class Tuner(TorchDispatchMode):
     ) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
         if func.namespace == "pliant" and _tunable(args):
-            problem = (func, *map(_signature, args))
+            # What kernels depend on, besides their arguments.
+            told = torch.are_deterministic_algorithms_enabled(), precision(torch.float32)
+            problem = (func, *told, *map(_signature, args))
             if problem not in self.seen:
                 self.seen.add(problem)
                 with self.one_at_a_time:

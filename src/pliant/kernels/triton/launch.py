@@ -1,6 +1,8 @@
 """Launches that are worked out once: what the signature of a call fixes is not computed again."""
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -140,19 +142,34 @@ def cover(size, B: tl.constexpr):
 _remembered: dict[Hashable, Any] = {}
 
 
+class _Own(threading.local):
+    """What a thread remembers by itself."""
+
+    remembered: dict[Hashable, Any] | None = None
+
+
+_own = _Own()
+
+
 def remembered(key: Hashable, make: Callable[[], T]) -> T:
     """What `make` gave for this key before, or gives now."""
-    known = _remembered.get(key)
+    kept = _remembered if _own.remembered is None else _own.remembered
+    known = kept.get(key)
     if known is None:
-        if len(_remembered) >= 4096:
-            _remembered.clear()
-        known = _remembered[key] = make()
+        if len(kept) >= 4096:
+            kept.clear()
+        known = kept[key] = make()
     return known
 
 
-def forget() -> None:
-    """What was remembered is made anew."""
-    _remembered.clear()
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """This thread works all launches out again, and forgets them in the end."""
+    before, _own.remembered = _own.remembered, {}
+    try:
+        yield
+    finally:
+        _own.remembered = before
 
 
 def run(tensors: Sequence[Tensor], key: Hashable, plan: Callable[[], Callable[..., T]]) -> T:

@@ -11,7 +11,6 @@ numbers that the kernels allow.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -19,6 +18,7 @@ import logging
 import math
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -96,8 +96,16 @@ class Asked(NamedTuple):
 
 # From a rule to a launch
 
-_listening: list[dict[str, Asked]] = []
-_tried: dict[str, Tile] = {}
+
+class _Here(threading.local):
+    """Those who listen, and tiles that are tried: what a search does concerns no other thread."""
+
+    def __init__(self) -> None:
+        self.listening: list[dict[str, Asked]] = []
+        self.tried: dict[str, Tile] = {}
+
+
+_here = _Here()
 
 
 def refined(
@@ -106,16 +114,16 @@ def refined(
     """The tile that `rule` gives for `args`, or a better one for a problem that is like this."""
     tile, choices = rule(*args), CHOICES.get(rule.__name__)
     known = stored(model(device))
-    if choices is None or not (known or _listening or _tried):
+    if choices is None or not (known or _here.listening or _here.tried):
         return tile
     words = [_text(x) for x in args if not isinstance(x, torch.device)]
     key = f"{rule.__name__}({', '.join(words)})"
     key = " ".join([key, *(f"{name}={_text(x)}" for name, x in about.items())])
     allowed = choices(*args)
     asked = Asked(rule.__name__, {name: tile.get(name) for name in allowed}, allowed)
-    for heard in _listening:
+    for heard in _here.listening:
         heard[key] = asked
-    better = _tried.get(key) or known.get(key)
+    better = _here.tried.get(key) or known.get(key)
     if better is None or not asked.allows(better):
         return tile
     return {name: n for name, n in {**tile, **better}.items() if n is not None}
@@ -131,25 +139,23 @@ def _text(x: Any) -> str:
 
 @contextlib.contextmanager
 def listen() -> Iterator[dict[str, Asked]]:
-    """Collect what launches ask for while they are worked out."""
+    """Collect what launches ask for while this thread works them out."""
     heard: dict[str, Asked] = {}
-    _listening.append(heard)
+    before, _here.listening = _here.listening, [*_here.listening, heard]
     try:
         yield heard
     finally:
-        _listening[:] = [other for other in _listening if other is not heard]
+        _here.listening = before
 
 
 @contextlib.contextmanager
 def trying(tiles: Mapping[str, Tile]) -> Iterator[None]:
-    """These tiles instead of any others, for launches that are worked out meanwhile."""
-    before = dict(_tried)
-    _tried.update(tiles)
+    """These tiles instead of any others, for launches that this thread works out meanwhile."""
+    before, _here.tried = _here.tried, {**_here.tried, **tiles}
     try:
         yield
     finally:
-        _tried.clear()
-        _tried.update(before)
+        _here.tried = before
 
 
 # What is kept
@@ -218,6 +224,8 @@ def about(device: str) -> str:
 
 def keep(device: str, tiles: Mapping[str, Tile | None]) -> Path:
     """Put tiles into the file, or take those out that are None; other versions' are dropped."""
+    import fcntl  # which other systems than Linux may lack
+
     file = path(device)
     if file is None:
         raise RuntimeError("pliant tune: PLIANT_TUNED=0 says that no tiles are wanted")
