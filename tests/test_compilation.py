@@ -185,6 +185,9 @@ from pliant.kernels.triton.transpose import transposition
 
 turn, x = transposition((1, 1, 4)), torch.zeros(4)
 turn(x, x)
+for narrow in (torch.float16, torch.bfloat16):  # rounded on its way
+    transposition((2, 40, 48))(torch.zeros(3840), torch.zeros(3840, dtype=narrow))
+    assert "cvt.rn" in compiled[-1][1].asm["ptx"]
 for scratch in (0, 64):  # which Triton's own launch provides
     turn.compiled[0] = (None, *launch._starter(ready := Compiled(scratch)))
     turn(x, x)

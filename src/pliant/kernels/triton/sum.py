@@ -229,18 +229,20 @@ def _backward(
     policy: Policy,
     needs: Sequence[bool],
     strides: Sequence[tuple[int, ...]],
+    copied: bool = False,
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """A function of such tensors: the gradients that are needed, some items of the batch at a time.
 
     That of the features is summed in the accumulator's dtype, and rounded if it has another; by
-    lists of samples, it is of all items at once.
+    lists of samples, it is of all items at once. Of features that are a copy, which takes memory,
+    it may be left unrounded: it will be on its way to its own layout.
     """
     samples = _samples(loc, shapes)
     if tuning.apart(value, samples):
         near, join = _dense(value), _join(value)
         part = _part(near.as_strided(near.shape, strides[0]))
         operands = (grad, near, shapes, starts, loc, weight)
-        differentiate = _backward(*operands, policy, needs, [near.stride(), *strides[1:]])
+        differentiate = _backward(*operands, policy, needs, [near.stride(), *strides[1:]], True)
 
         def through_copies(grad: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
             grad_value, *others = differentiate(grad, join(value) if any(needs) else value, *rest)
@@ -251,7 +253,7 @@ def _backward(
     moved = to_loc and policy.interpolation != "nearest"
     acc = accumulator(value.dtype)
     size = value.numel() * acc.itemsize
-    by_list = to_value and tuning.by_list(value, size, samples)
+    by_list = to_value and tuning.by_list(value, size, samples, copied)
     added = to_value and not by_list
     rounded = added and acc != value.dtype
     # A part is cleared as one stretch of memory.
@@ -301,7 +303,8 @@ def _backward(
                 launches[n](grad, value, shapes, starts, loc, weight, sums, gl, gw)
             if gather is not None:
                 gather(grad, shapes, starts, loc, weight, sums)
-            return sums.to(value.dtype) if to_value else None, grad_loc, grad_weight
+            grad_value = sums if copied else sums.to(value.dtype)
+            return grad_value if to_value else None, grad_loc, grad_weight
         grad_value = torch.empty_like(value)
         total = value.new_empty(max(lengths), *value.shape[1:], dtype=acc) if rounded else None
         operands = (grad, value, loc, weight, grad_value, gl, gw)
@@ -334,9 +337,13 @@ def _join(like: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _part(like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The way back, from such a copy to the layout of `like`, which the second argument has."""
+    """The way back, from such a copy, or one that was not rounded yet, to the layout and dtype of
+    `like`, which the second argument has.
+    """
     if like.is_contiguous():  # as far as its axes are longer than 1
-        return lambda x, like: x.as_strided(x.shape, torch.empty_like(like, device="meta").stride())
+        return lambda x, like: x.to(like.dtype).as_strided(
+            like.shape, torch.empty_like(like, device="meta").stride()
+        )
     if not _turned(like):
         return lambda x, like: torch.empty_like(like).copy_(x)
     n, s, *channels = like.shape

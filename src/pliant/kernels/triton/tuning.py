@@ -154,13 +154,14 @@ def _sparse(size: int, samples: int, pixels: int) -> bool:
     return samples < 2 * pixels and size > 2 * CACHED
 
 
-def by_list(value: Tensor, size: int, samples: int) -> bool:
+def by_list(value: Tensor, size: int, samples: int, copied: bool) -> bool:
     """Whether pixels sum over lists of their samples, for gradients of `size` bytes in all: in 16
-    bits, where sums in float32 would have to be cleared and rounded, too.
+    bits, where sums in float32 would have to be cleared and rounded, too. Lists are at most as
+    large as these, and half as large beside a copy of the features.
     """
     n, pixels, g, k, d = value.shape
     fits = value.dtype.itemsize == 2 and k == 1 and d <= 64
-    small = 8 * samples + pixels <= pixels * d  # lists, beside the features in float32
+    small = (8 * samples + pixels) * (1 + copied) <= pixels * d
     counted = n * g * 4 * samples < 2**31
     return fits and small and counted and _sparse(size, samples, pixels)
 
