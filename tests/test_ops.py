@@ -8,6 +8,7 @@ import logging
 import weakref
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -284,6 +285,32 @@ def test_the_compiler_does_not_follow_gradients_into_kernels(operator: str, twic
         return int(torch._dynamo.utils.counters["frames"]["total"])
 
     assert frames(function(*tensors).sin().sum()) == frames(leaf.sin().sum())  # type: ignore[operator]
+
+
+def test_sizes_of_numpy_compile_in_one_graph() -> None:
+    (value, *rest), _ = _problem("multi_scale_deformable_attn")
+    sizes, starts = numpy.array(SIZES), numpy.array([0, 20])
+    call = lambda v, *a: pliant.multi_scale_deformable_attn(v, sizes, starts, *a)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(value, *rest), call(value, *rest))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("operator", OPERATORS[2:])
+def test_the_compiler_does_not_follow_registered_operators(operator: str, mode: type) -> None:
+    """Where it passes over the function that calls one, it would look at what that calls."""
+    calls = _registered_calls(operator, "reference")
+
+    def frames(op, args) -> int:  # type: ignore[no-untyped-def]
+        outer = torch.compiler.disable(lambda: op(*args), recursive=False)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with mode():
+            torch.compile(lambda: outer(), backend="eager")()
+        return int(torch._dynamo.utils.counters["frames"]["total"])
+
+    plain = frames(torch.ops.aten.sin.default, calls[0][1][:1])
+    assert [frames(*call) for call in calls] == [plain] * len(calls)
 
 
 def test_hessian_by_reverse_over_reverse() -> None:

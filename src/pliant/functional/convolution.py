@@ -1,14 +1,12 @@
 """Deformable convolution (DCN v1 and v2)."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..sampling import checks, direct, ops
 from ..sampling.direct import Steps
 
-IntPair = int | Sequence[int]
+IntPair = int | tuple[int, ...] | list[int]
 
 
 def deform_conv2d(

@@ -111,7 +111,7 @@ def pair(op: str, name: str, x: Any, least: int) -> tuple[int, int]:
     """An int or a pair of ints (height, width), each at least `least`."""
     both = (x, x) if _integer(x) else tuple(x) if isinstance(x, (tuple, list)) else ()
     if len(both) != 2 or not all(map(_integer, both)):
-        got = f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+        got = f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) and x.dim() else repr(x)
         raise TypeError(f"{op}: {name} must be an int or two ints (height, width), got {got}")
     bounds(op, name, x, both, least)
     plain: Any = tuple(v if isinstance(v, (int, torch.SymInt)) else int(v) for v in both)

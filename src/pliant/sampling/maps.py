@@ -134,6 +134,8 @@ def _host(
     """The integers of `x`, flat (None if they lie on a device, unless we may `wait` for it), and
     its shape: as `expected` where an empty list does not say.
     """
+    if not isinstance(x, (Tensor, list, tuple)) and hasattr(x, "__array__"):  # NumPy's
+        x = torch.as_tensor(x)
     if isinstance(x, Tensor):
         if x.layout is not torch.strided:
             raise TypeError(f"{op}: {name} must be a dense tensor, got {x.layout}")
@@ -147,9 +149,9 @@ def _host(
         while rows and type(rows[0]) is list:
             rows = list(chain(*rows))
         return tuple(rows), x.shape
-    flat: Any = x.tolist() if hasattr(x, "tolist") else x  # of NumPy
-    size = [len(flat)] if isinstance(flat, (list, tuple)) else []
-    while size and flat and all(isinstance(row, (list, tuple)) for row in flat):
+    flat: Any = x
+    lists, size = (list, tuple), [len(x)] if isinstance(x, (list, tuple)) else []
+    while size and flat and isinstance(flat[0], lists) and all(isinstance(v, lists) for v in flat):
         size.append(len(flat[0]))
         if any(len(row) != size[-1] for row in flat):
             raise ValueError(f"{op}: {name} must have rows of one length, got {x!r}")
