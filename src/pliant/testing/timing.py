@@ -72,6 +72,7 @@ class Replay:
     """
 
     def __init__(self, step: Callable[[], Any]) -> None:
+        self.step = step  # a graph does not keep what it reads
         for _ in range(3):
             step()
         self._capture(step, 1)
