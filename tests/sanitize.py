@@ -243,7 +243,9 @@ def mode(way: str, written: bool = False) -> Iterator[None]:
             *_, a, b = factors
             if out is None:
                 out = a.new_empty(*a.shape[:-1], b.shape[-1], dtype=accumulator(factor.dtype))
-            return product(*factors, out=out.zero_())
+            if out is not factors[0]:  # to which a product is added
+                out.zero_()
+            return product(*factors, out=out)
 
         return run
 

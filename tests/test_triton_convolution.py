@@ -261,7 +261,7 @@ def test_scratch_space_of_any_size(dtype, positions, monkeypatch):
 
 @pytest.mark.parametrize("positions", [20, 60])
 def test_rows_that_are_summed_in_parts(positions, monkeypatch):
-    """Five parts of the rows of each chunk: of one image, of three."""
+    """Five parts of the rows of each chunk: of one image, of two."""
     tensors, steps, _ = operands(batch=3, size=(3, 5))
     grad = incoming(reference.deform_conv(*tensors, *steps))
     expected = reference.deform_conv_backward(grad.double(), *exactly(tensors), *steps, [True] * 5)
@@ -284,12 +284,14 @@ def test_parts_divide_the_rows(monkeypatch):
 def test_chunks_cover_every_position_once_and_stay_within_the_scratch_space(monkeypatch):
     monkeypatch.setattr(backward, "SCRATCH_BYTES", 1000)
     for images, positions, size in (
-        (1, 1, 1), (5, 7, 30), (3, 40, 30), (4, 33, 31), (2, 5, 5000), (9, 33, 30)
+        (1, 1, 1), (2, 1, 1), (7, 2, 1), (5, 7, 30), (3, 40, 30), (4, 33, 31), (2, 5, 5000),
+        (9, 33, 30),
     ):  # fmt: skip
         seen = torch.zeros(images, positions, dtype=torch.int64)
         for chunk in backward.chunked(images, positions, size):
             assert chunk.rows * size <= 1000 or chunk.rows == 1
             assert chunk.images == 1 or chunk.part == positions
+            assert images == 1 or chunk.images < images
             here = slice(chunk.first, chunk.first + chunk.part)
             seen[chunk.image : chunk.image + chunk.images, here] += 1
         assert (seen == 1).all()

@@ -206,7 +206,7 @@ def test_rules_give_what_a_tile_may_be_for_other_sizes_too():
             (tuning.product_tile, channels, groups),
             (tuning.settle_tile, channels, groups),
             (tuning.differentiate_tile, channels, size),
-            (tuning.collect_tile, channels, size, 100 * groups, device),
+            (tuning.collect_tile, channels, size, 100 * groups),
         ):
             with refined.listen() as heard:
                 refined.refined(device, rule, *args)

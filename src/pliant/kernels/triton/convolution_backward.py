@@ -656,10 +656,13 @@ class Gradients:
 
 
 def chunked(images: int, positions: int, position_bytes: int) -> Iterator[Chunk]:
-    """Whole images if one of them fits into the scratch space, else equal parts of one."""
+    """Images, but never a batch of them as a whole, if one fits into the scratch space; else equal
+    parts of one.
+    """
     at_once = max(1, SCRATCH_BYTES // position_bytes)
     if positions <= at_once:
-        many = triton.cdiv(images, triton.cdiv(images, at_once // positions))
+        most = min(at_once // positions, triton.cdiv(images, 2))
+        many = triton.cdiv(images, triton.cdiv(images, most))
         for image in range(0, images, many):
             yield Chunk(image, min(many, images - image), 0, positions)
     else:
@@ -699,14 +702,16 @@ class Products:
         return weight.as_strided(*self.matrix)
 
     def grad_filters(self, so_far: Tensor | None, outputs: Tensor, columns: Tensor) -> Tensor:
-        """`so_far` plus [K * C/groups, Co/groups] for each group, or each part of the rows.
+        """[K * C/groups, Co/groups] for each group, or each part of the rows, added to `so_far`.
 
         This way round it is faster.
         """
         if self.parts > 1:
             columns, outputs = (x.unflatten(0, (self.parts, -1)) for x in (columns, outputs))
         factors = columns.mT, outputs
-        return self.sum(*factors) if so_far is None else self.add(so_far, *factors)
+        if so_far is None:
+            return self.sum(*factors)
+        return self.add(so_far, *factors, out=so_far)
 
 
 def _summed(multiply: Callable[..., Tensor], factor: Tensor) -> Callable[..., Tensor]:
@@ -786,8 +791,7 @@ def _collect(
 ) -> Launch:
     (_, _, h, w), sizes, k = problem.size, problem.sizes, problem.constants["K"]
     pixels = chunk.images * h * w
-    where = pixels * problem.groups, input.device
-    rule = (tuning.collect_tile, sizes["CD"], stored.itemsize, *where)
+    rule = (tuning.collect_tile, sizes["CD"], stored.itemsize, pixels)
     tile = refined(input.device, *rule, taps=k, positions=problem.positions)
     return Launch(
         collect,

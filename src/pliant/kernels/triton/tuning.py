@@ -278,18 +278,21 @@ def settle_tile(channels: int, outputs: int) -> dict[str, int]:
 
 
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
-    """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
-    need no second block of channels, four times as many. With more blocks, so few registers that a
-    multiprocessor runs eight programs at a time.
+    """Positions and channels: 128 bytes of a pixel, 64 for each lane of a warp. Where channels need
+    several blocks, 16 for each, and so few registers that a multiprocessor is filled with threads.
     """
     bc = min(triton.next_power_of_2(channels), 128 // element)
-    positions = 2048 // (bc * element) * (4 if channels <= bc else 1)
-    tile = {"BM": min(positions, 128), "BC": bc, "num_warps": 4}
-    return tile if channels <= bc or element > 4 else {**tile, "maxnreg": 64}
+    if channels <= bc or element > 4:
+        return {"BM": min(2048 // (bc * element), 128), "BC": bc, "num_warps": 1}
+    wide = {"BC": 32, "num_warps": 1} if element == 2 else {"BC": 64, "num_warps": 4}
+    return {"BM": 8, **wide, "maxnreg": 64}
 
 
-def collect_tile(channels: int, element: int, pixels: int, device: torch.device) -> dict[str, int]:
-    """Pixels that a program goes through, and samples, one a lane, and channels that it adds."""
-    bc = min(triton.next_power_of_2(channels), 64)
-    many = pixels * triton.cdiv(channels, bc) >= 256 * multiprocessors(device)
-    return {"BP": 4 if many else 1, "BE": min(128 // element, 32), "BC": bc, "num_warps": 1}
+def collect_tile(channels: int, element: int, pixels: int) -> dict[str, int]:
+    """Pixels that a program goes through: one, unless a grid cannot have so many programs; and
+    samples and channels that it adds at a time: eight long rows, or as much of short ones.
+    """
+    bc = min(triton.next_power_of_2(channels), 256, 1024 // element)
+    programs = pixels * triton.cdiv(channels, bc)
+    bp = triton.next_power_of_2(triton.cdiv(programs, 2**31 - 1))
+    return {"BP": bp, "BE": min(max(1024 // bc, 8), 32), "BC": bc, "num_warps": 1}
