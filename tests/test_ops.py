@@ -284,6 +284,7 @@ def test_the_compiler_does_not_follow_gradients_into_kernels(operator: str, twic
         torch.compile(differentiate, backend="eager")()
         return int(torch._dynamo.utils.counters["frames"]["total"])
 
+    frames(leaf.sin().sum())  # a process's first has more of them, the compiler's own
     assert frames(function(*tensors).sin().sum()) == frames(leaf.sin().sum())  # type: ignore[operator]
 
 
