@@ -3,11 +3,11 @@
 Device time is that of a CUDA graph's replay, so it is what a captured model gets: of the forward,
 of the backward, and of both in turns, where each finds less of its own in the caches. Host time is
 that until one eager call with gradients returns, and its backward; behind them what Triton itself
-takes to launch the call's last kernel once and to allocate the result, in turns with the call: what
-a loaded machine adds to one it adds to the other. Peers' figures were measured on one NVIDIA H200
-and are ratios worth only there, with positions of the features' dtype; in float16 a row more has
-them in float32. torchvision runs beside the convolution where it can be imported. An operator whose
-named cases fail is not timed.
+takes to launch the call's largest kernel, by its arguments, and to allocate the result, in turns
+with the call: what a loaded machine adds to one it adds to the other. Peers' figures were measured
+on one NVIDIA H200 and are ratios worth only there, with positions of the features' dtype; in
+float16 a row more has them in float32. torchvision runs beside the convolution where it can be
+imported. An operator whose named cases fail is not timed.
 
 With --apart the features of a sum lie channel by channel, as a convolution leaves them; the peers'
 kernels take them pixel by pixel.
@@ -240,7 +240,7 @@ def host_times(*steps: Callable[[], Any], calls: int = 50) -> list[float]:
 
 
 def launch_by_triton(function: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """The last kernel of a call, as Triton launches it by itself, and room for the result."""
+    """The kernel with most arguments of a call, as Triton launches it, and room for the result."""
     launches: list[tuple[Launch, tuple[torch.Tensor, ...]]] = []
     own = Launch.__call__
 
@@ -250,7 +250,7 @@ def launch_by_triton(function: Callable[[], torch.Tensor]) -> Callable[[], None]
 
     with mock.patch.object(Launch, "__call__", noted), torch.no_grad():
         out = function()
-    launch, tensors = launches[-1]
+    launch, tensors = max(launches, key=lambda one: len(one[0].kernel.arg_names))
     kernel, constants = launch.kernel[launch.grid], {"enable_fp_fusion": True, **launch.constants}
 
     def step() -> None:

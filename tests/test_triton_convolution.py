@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), with
 GPU all cases run in all dtypes, and there is what only a GPU has: streams, graphs, tensor cores.
 """
 
+import itertools
 import os
 from unittest import mock
 
@@ -19,6 +20,7 @@ GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from pliant.kernels.triton import (  # noqa: E402
@@ -449,6 +451,15 @@ def test_a_program_goes_through_several_pixels(monkeypatch):
     monkeypatch.setattr(tuning, "collect_tile", lambda *args: {**tile(*args), "BP": 4})
     case = next(c for c in CASES if c.operator == CONV and str(c).endswith("awkward"))
     verify(CONV, case.make(F32, DEVICE, 0), "triton")
+
+
+def test_no_grid_has_more_programs_than_fit():
+    for channels, element in itertools.product((1, 32, 100, 3000), (2, 4, 8)):
+        for pixels in (1, 2**20, 2**31 - 1, 2**31, 2**33 + 1):
+            tile = tuning.collect_tile(channels, element, pixels)
+            blocks = triton.cdiv(channels, tile["BC"])
+            assert triton.cdiv(pixels, tile["BP"]) * blocks < 2**31
+            assert tile["BP"] == 1 or pixels * blocks >= 2**31
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])

@@ -656,8 +656,8 @@ class Gradients:
 
 
 def chunked(images: int, positions: int, position_bytes: int) -> Iterator[Chunk]:
-    """Images, but never a batch of them as a whole, if one fits into the scratch space; else equal
-    parts of one.
+    """Whole images, of a batch half at most, if one fits into the scratch space; else equal parts
+    of one.
     """
     at_once = max(1, SCRATCH_BYTES // position_bytes)
     if positions <= at_once:
@@ -702,9 +702,8 @@ class Products:
         return weight.as_strided(*self.matrix)
 
     def grad_filters(self, so_far: Tensor | None, outputs: Tensor, columns: Tensor) -> Tensor:
-        """[K * C/groups, Co/groups] for each group, or each part of the rows, added to `so_far`.
-
-        This way round it is faster.
+        """[K * C/groups, Co/groups] for each group, or each part of the rows, or `so_far` with that
+        added in place. This way round it is faster.
         """
         if self.parts > 1:
             columns, outputs = (x.unflatten(0, (self.parts, -1)) for x in (columns, outputs))

@@ -278,19 +278,21 @@ def settle_tile(channels: int, outputs: int) -> dict[str, int]:
 
 
 def differentiate_tile(channels: int, element: int) -> dict[str, int]:
-    """Positions and channels: 128 bytes of a pixel, 64 for each lane of a warp. Where channels need
-    several blocks, 16 for each, and so few registers that a multiprocessor is filled with threads.
+    """Positions and channels: 128 bytes of a pixel, 16 for each of 128 threads; of positions that
+    need no second block of channels, four times as many. With more blocks smaller tiles, of so few
+    registers that a multiprocessor is filled with threads.
     """
     bc = min(triton.next_power_of_2(channels), 128 // element)
-    if channels <= bc or element > 4:
-        return {"BM": min(2048 // (bc * element), 128), "BC": bc, "num_warps": 1}
-    wide = {"BC": 32, "num_warps": 1} if element == 2 else {"BC": 64, "num_warps": 4}
-    return {"BM": 8, **wide, "maxnreg": 64}
+    if channels > bc and element <= 4:
+        tile = {"BC": 32, "num_warps": 1} if element == 2 else {"BC": 64, "num_warps": 4}
+        return {"BM": 8, **tile, "maxnreg": 64}
+    positions = 2048 // (bc * element) * (4 if channels <= bc else 1)
+    return {"BM": min(positions, 128), "BC": bc, "num_warps": 4}
 
 
 def collect_tile(channels: int, element: int, pixels: int) -> dict[str, int]:
-    """Pixels that a program goes through: one, unless a grid cannot have so many programs; and
-    samples and channels that it adds at a time: eight long rows, or as much of short ones.
+    """Pixels that a program goes through: one, unless a grid cannot have so many programs. Samples
+    and channels that it adds at a time: eight of long rows, up to 32 of short ones.
     """
     bc = min(triton.next_power_of_2(channels), 256, 1024 // element)
     programs = pixels * triton.cdiv(channels, bc)
